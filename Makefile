@@ -20,7 +20,7 @@ CUDA12 := .cuda12
 CUDA12_STAMP := $(CUDA12)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
+.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,7 +84,13 @@ demo-cluster: $(VLLM_STAMP) ## vLLM on two nodes that share a Mooncake Store; as
 	PYTHONPATH=. $(VLLM)/bin/python -m tests.tier.demo_cluster
 
 test: $(STAMP) ## every test that needs no GPU and no engine
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not nightly'
+
+test-nightly: $(STAMP) ## what it leaves out: slow and rare
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m nightly -o timeout=900 -o faulthandler_timeout=800
+
+mutants: $(STAMP) ## delete statements one by one (SAMPLE=n of each package), say which no test notices
+	PYTHONPATH=. $(BIN)/python -m tests.mutants.run build/mutants --sample $(or $(SAMPLE),0) --seed $(or $(SEED),0)
 
 # The packages that decide, and the parts around them: nothing here starts a daemon.
 FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/replay tests/report tests/events tests/server
@@ -175,7 +181,7 @@ nightly-vllm: $(VLLM_STAMP) $(ROUTERS_STAMP) ## what test-vllm and test-routers 
 	$(VLLM)/bin/python -m pytest tests/vllm tests/routers -m nightly -o faulthandler_timeout=500 -o timeout=600
 
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
-NIGHTLY := demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm nightly-sglang check-deploy
+NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm nightly-sglang check-deploy
 
 nightly: ## the rare targets one after another, for hours; the last line names those that failed
 	@failed=; for target in $(NIGHTLY); do \
@@ -204,4 +210,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers $(CUDA12) bench/out build/check $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

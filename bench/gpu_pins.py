@@ -163,8 +163,8 @@ def pin(nbytes: str, lock: str = "") -> Iterator[object]:
     yield "ready"
     sys.stdin.readline()
     started = time.perf_counter()
-    pool.need(0, 0, size)
-    while pool.pinned < size and not pool.error:
+    pool.request(0, 0, size)
+    while pool.pinned_bytes < size and not pool.error:
         if time.perf_counter() - started > SECONDS:
             raise TimeoutError(f"the pool is not pinned within {SECONDS:g} s")
         time.sleep(0.001)

@@ -41,14 +41,14 @@ def table() -> str:
         live = "yes" if known.live else "no"
         lines.append(
             f"| `{known.key}` | `{toml_value(known.default)}` | {known.help} |"
-            f" {known.needs} | {live} |"
+            f" {known.requirement} | {live} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _needs(known: Setting) -> str:
-    first, _, rest = known.needs.partition(" ")
-    text = f"{first[0].upper()}{first[1:]} {rest}" if first.isalpha() else known.needs
+    first, _, rest = known.requirement.partition(" ")
+    text = f"{first[0].upper()}{first[1:]} {rest}" if first.isalpha() else known.requirement
     return f"{text}.{' Changes live.' if known.live else ''}"
 
 

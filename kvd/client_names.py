@@ -1,23 +1,23 @@
-"""How a client's process is named: in one way in logs, events and errors, of broker and lanes.
+"""Identity of a client's process, as logs, events and errors of broker and lanes show it.
 
-People read ``engine llama-70b rank 3 (pid 41)``; programs get the same as the
-fields engine, rank, session and pid of a line of JSON. A lane's job is
-``store 17 of engine llama-70b rank 3 (pid 41)``, with the field job.
+As text: ``engine llama-70b rank 3 (pid 41)``. In JSON: the fields engine, rank, session and pid. A
+lane's job is ``store 17 of engine llama-70b rank 3 (pid 41)``, with the field job.
 """
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
 Fields: TypeAlias = dict[str, str | int]
-"""Identifiers of an event for programs: see docs/operations.md (The log)."""
+"""Identifiers of an event in JSON; see docs/operations.md (The log)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel tells of the process at the other end of a connection, as it was then.
+    """Credentials of a process at the time when it connected, as the kernel reports them.
 
-    pid: 0 where it cannot be seen from here.
-    groups: its supplementary groups.
+    Attributes:
+        pid: 0 if the process is in a pid namespace that is not visible from here.
+        groups: its supplementary groups.
     """
 
     pid: int
@@ -31,11 +31,11 @@ class ClientIdentity:
     """A session's process.
 
     Attributes:
-        session: the broker's number.
-        pid: of the process, as far as it can be seen.
-        engine: the engine's name; None before it said one, and for tools.
+        session: the broker's number of the session.
+        pid: 0 if it is not visible from here.
+        engine: the engine's name; None for tools and before HELLO.
         role: scheduler, worker or tool.
-        rank: of a worker that is registered.
+        rank: of a registered worker; else None.
     """
 
     session: int
@@ -46,7 +46,7 @@ class ClientIdentity:
 
     @property
     def fields(self) -> Fields:
-        """For programs: those that are known."""
+        """The identifiers that are known, for JSON."""
         fields: Fields = {"session": self.session, "pid": self.pid}
         if self.engine is not None:
             fields["engine"] = self.engine

@@ -30,15 +30,15 @@ if TYPE_CHECKING:  # every command imports this module, and few need the message
 
 
 class KvdError(Exception):
-    """Base of everything that the daemon raises."""
+    """Base of all errors of the daemon."""
 
 
 class ConfigError(KvdError):
-    """A setting that cannot work; names the key, the value and the remedy."""
+    """A setting is invalid; names the key, the value and the remedy."""
 
 
 class AddressUnavailable(ConfigError):
-    """The address of `http_listen` is in use or not on this machine, which may pass."""
+    """The address of `http_listen` is in use or not on this machine now; a retry may succeed."""
 
 
 class AlreadyRunning(KvdError):
@@ -50,19 +50,19 @@ class NotRunning(KvdError):
 
 
 class SocketAccessDenied(NotRunning):
-    """This process may not reach the daemon's sockets; to wait for one is of no use."""
+    """This process may not open the daemon's sockets; waiting does not help."""
 
 
 class PoolError(KvdError):
-    """The pool's memory cannot be had."""
+    """The pool's memory cannot be allocated or mapped."""
 
 
 class LedgerDamaged(KvdError):
-    """What was kept for this daemon cannot be believed: it begins without."""
+    """A file of the previous daemon is damaged; the daemon starts without its contents."""
 
 
 class LaneError(KvdError):
-    """A lane cannot do what was asked of it."""
+    """A lane cannot carry out an order."""
 
 
 class ImportFailed(LaneError):
@@ -70,7 +70,7 @@ class ImportFailed(LaneError):
 
 
 class HandleRefused(ImportFailed):
-    """The driver does not open a handle of a worker's memory, whose user may be another one."""
+    """The driver does not open a handle of a worker's memory; the worker may be another user's."""
 
 
 class CudaMissing(LaneError):
@@ -81,9 +81,9 @@ class CudaDriverError(LaneError):
     """A function of the CUDA driver failed.
 
     Attributes:
-        code: the driver's number of the error; -1 where the driver lacks the function.
-        name: the driver's name of it.
-        attempted: what was being done, in words.
+        code: the driver's error number; -1 if the driver lacks the function.
+        name: the driver's name of the error.
+        attempted: the operation, in words.
     """
 
     def __init__(self, code: int, name: str, attempted: str) -> None:
@@ -94,17 +94,19 @@ class CudaDriverError(LaneError):
 
 
 class DeviceLost(LaneError):
-    """The context on a device is lost for good: only another process can use it again."""
+    """The context on a device is lost; only another process can use the device again."""
 
 
 class TierError(KvdError):
-    """A tier's medium cannot be used now, or has failed a batch; names the remedy."""
+    """A tier's medium cannot be used now, or failed a batch; names the remedy."""
 
 
 class Refusal(KvdError):
-    """A request that cannot be served; answered with an ERROR that carries this code.
+    """A request that is not served; the reply is an ERROR with this code and text.
 
-    `limit` is the setting or bound that was reached, where that is why.
+    Attributes:
+        code: of the reply.
+        limit: the setting or bound that was reached; empty if none is the reason.
     """
 
     def __init__(self, code: "ErrorCode", text: str, limit: str = "") -> None:
@@ -114,12 +116,12 @@ class Refusal(KvdError):
 
 
 class PlanError(KvdError):
-    """A model configuration that says too little to plan with."""
+    """A model configuration lacks values that a plan needs."""
 
 
 class TraceError(KvdError):
-    """A trace that cannot be played; names the file, the line, what is wrong and the remedy."""
+    """A trace cannot be replayed; names the file, the line, the reason and the remedy."""
 
 
 class IntegrityError(KvdError):
-    """An invariant does not hold: a bug in kvd."""
+    """An invariant of kvd does not hold: a bug in kvd."""

@@ -1,4 +1,4 @@
-"""What becomes of a chunk in a tier: for the broker, the link, and backends of other packages."""
+"""The outcome of one chunk in a tier: for the broker, the link, and backends of other packages."""
 
 from enum import IntEnum
 
@@ -6,10 +6,10 @@ from enum import IntEnum
 class Outcome(IntEnum):
     """How the put or get of one chunk ended."""
 
-    OK = 0  # a put: a get finds it from now on; a tier that keeps, also once it was killed
-    ABSENT = 1  # a get: it is not there, or not any more
-    FULL = 2  # a put: no room, and none can be made
-    CORRUPT = 3  # a get: what was read is not what was put; the backend has dropped it
-    FAILED = 4  # an error of the medium
+    OK = 0  # put: a get finds the chunk from now on; in a persistent tier also after a SIGKILL
+    ABSENT = 1  # get: the tier does not have the chunk
+    FULL = 2  # put: no space is left and none can be freed
+    CORRUPT = 3  # get: the bytes are not those that were put; the backend has dropped the chunk
+    FAILED = 4  # the medium reported an error
     LATE = 5  # the deadline passed first
-    GONE = 6  # the slot holds another chunk by now
+    GONE = 6  # the slot holds another chunk now

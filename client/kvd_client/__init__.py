@@ -1,23 +1,22 @@
-"""kvd_client: what an engine imports to talk to a kvd daemon.
+"""The client library of kvd, for inference engines.
 
-The scheduler's process makes a `Scheduler`, each worker process a `Worker`,
-both with the daemon's runtime directory and the engine's name::
+The scheduler's process makes a `Scheduler`, each worker process a `Worker`, both with the daemon's
+runtime directory and the engine's name::
 
     worker.register(memory, layout, fingerprint)          # once
     with scheduler.prepare_store(keys) as ticket:         # slots for new chunks
         worker.store(1, ticket, [ChunkBlocks(keys, blocks)])
         worker.wait([1])                                  # or, later, get_finished()
 
-    scheduler.lookup(key)                                 # microseconds, asks nobody
-    with scheduler.prepare_load(keys) as ticket:          # pins what is there
+    scheduler.lookup(key)                                 # microseconds, without a message
+    with scheduler.prepare_load(keys) as ticket:          # pins the chunks found
         worker.load(2, ticket, [ChunkBlocks(keys, blocks)])
         worker.wait([2])
 
-None of the scheduler's calls above waits for the daemon. One that is absent, slow or
-restarting is a cache that misses. Memory comes
-from `HostMemory.allocate`, from device pointers by `DeviceMemory.at`, or from
-torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
-imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
+None of the scheduler's calls above blocks on the daemon: one that is absent, slow or restarting is
+a cache that misses. Memory comes from `HostMemory.allocate`, from device pointers by
+`DeviceMemory.at`, or from torch tensors by `kvd_client.torch_memory.share_torch`, the only module
+that imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
 from kvd_client.decisions import NO_TIER, TIER_UNKNOWN

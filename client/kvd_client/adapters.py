@@ -141,8 +141,7 @@ class Hint:
     Attributes:
         label: of the request.
         is_present: whether the request has a hint, valid or not.
-        ignored: number of fields and actions that are unknown, of an unknown version, or of a wrong
-            type.
+        ignored: number of fields and actions of an unknown name or version, or of a wrong type.
         cut: number of values that were clamped.
     """
 
@@ -217,8 +216,7 @@ def _strongest(labels: list[Label]) -> Label:
 # ------------------------------------------------------------------- fields
 
 
-def _unknown(value: object, hint: Hint) -> Label:
-    del value
+def _unknown(_: object, hint: Hint) -> Label:
     hint.ignored += 1
     return Label.NONE
 
@@ -280,8 +278,7 @@ def _retain(payload: object, hint: Hint) -> Label:
     return max(labels, default=Label.NONE)
 
 
-def _deref(payload: object, hint: Hint) -> Label:
-    del payload, hint
+def _deref(*_: object) -> Label:
     return Label.DONE
 
 

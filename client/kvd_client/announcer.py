@@ -51,21 +51,11 @@ from kvd_client.changes import ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
-MAX_REANNOUNCED_RUNS = 500
-"""Limit for the runs of blocks that one call of `announce` announces again."""
-
-MAX_REMEMBERED_REMOVALS = 65_536
-"""Limit for the removed blocks that repeat rounds remove again; the newest are remembered."""
-
+MAX_REANNOUNCED_RUNS = 500  # of blocks that one call of `announce` announces again
+MAX_REMEMBERED_REMOVALS = 65_536  # the newest, which repeat rounds repeat
+# Descriptions of chunks that left memory, the newest: a tier may report such a chunk later.
 MAX_DEPARTED = 4096
-"""Limit for the remembered descriptions of chunks that have left memory; the newest are remembered.
-
-A tier may report a chunk after the chunk has left memory.
-"""
-
-REMOVALS_PER_CHUNK = 16
-"""Removals that a repeat round repeats instead of one chunk; they cost about the same."""
-
+REMOVALS_PER_CHUNK = 16  # removals that cost as much in a repeat round as one chunk
 _VISITS_PER_CHUNK = 8  # steps of a round in one part, for each chunk that the part may repeat
 
 
@@ -92,7 +82,7 @@ class Announcer:
         self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
-        self._removals_to_repeat = 0  # of the round: the oldest removals
+        self._num_removals_left = 0  # of the round: the oldest removals
         self._round: RepeatRound | None = None
 
     def __len__(self) -> int:
@@ -154,12 +144,12 @@ class Announcer:
         """Chunks left in the repeat round; REMOVALS_PER_CHUNK removals count as one."""
         if self._round is None:
             return 0
-        return -(-self._removals_to_repeat // REMOVALS_PER_CHUNK) + self._round.num_left
+        return -(-self._num_removals_left // REMOVALS_PER_CHUNK) + self._round.num_left
 
     def begin_repeat(self) -> None:
         """Begin a repeat round; one that is under way starts again."""
         self._chains.repeat_round += 1
-        self._removals_to_repeat = len(self._removals)
+        self._num_removals_left = len(self._removals)
         self._round = RepeatRound(self._chains.repeat_round, self._memory, self._tiers)
 
     def repeat(self, num_chunks: int) -> list[Announcement]:
@@ -177,26 +167,26 @@ class Announcer:
         repeat_round = self._round
         if repeat_round is None:
             return announcements
-        if self._removals_to_repeat:
-            removals = min(self._removals_to_repeat, num_chunks * REMOVALS_PER_CHUNK)
-            announcements += self._repeat_removals(removals)
-            num_chunks -= -(-removals // REMOVALS_PER_CHUNK)
-        visits = _VISITS_PER_CHUNK * num_chunks
-        while num_chunks > 0 and visits > 0:
-            visits -= 1
+        if self._num_removals_left:
+            num_removals = min(self._num_removals_left, num_chunks * REMOVALS_PER_CHUNK)
+            announcements += self._repeat_removals(num_removals)
+            num_chunks -= -(-num_removals // REMOVALS_PER_CHUNK)
+        num_visits = _VISITS_PER_CHUNK * num_chunks
+        while num_chunks > 0 and num_visits > 0:
+            num_visits -= 1
             chunk = repeat_round.visit()
             if chunk is not None:
                 num_chunks -= self._repeat_chunk(chunk, repeat_round, announcements)
             elif repeat_round.is_finished:
                 break
-        if repeat_round.is_finished and not self._removals_to_repeat:
+        if repeat_round.is_finished and not self._num_removals_left:
             self._round = None
         return announcements
 
     def _repeat_removals(self, count: int) -> list[RemovedBlocks]:
         """Return announcements of the oldest `count` removals, which become the newest."""
         removals, removed = self._removals, MediumBlocks()
-        self._removals_to_repeat -= count
+        self._num_removals_left -= count
         for _ in range(min(count, len(removals))):
             group, in_tiers, block_hash = block = next(iter(removals))
             removals.move_to_end(block)
@@ -241,13 +231,9 @@ class Announcer:
                 tier_contents.append(contents)
         for key, contents in stored.items() if tiers else ():
             chunk, description = tiers.get(key), contents.description
-            is_by_key = chunk is not None and chunk.description is None
-            if (
-                chunk
-                and is_by_key
-                and description is not None
-                and key not in differences.stored_in_tiers
-            ):
+            if chunk is None or chunk.description is not None or description is None:
+                continue
+            if key not in differences.stored_in_tiers:  # announced in tiers by its key until now
                 tier_contents.append(
                     chunk_contents(key, chunk.location, description, in_tiers=True)
                 )

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from kvd_client.connection import Connection, Notice
-from kvd_client.decisions import Decisions, Loan, LoanQueue, PromotionRequests, ReuseFilter
+from kvd_client.decisions import Decisions, Loan, LoanQueue, ReuseFilter, SchedulerTiers
 from kvd_client.errors import DaemonLost, get_logger
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
@@ -35,7 +35,7 @@ class Attachment:
 
     `loans` and `reuse` are shared by all attachments of the scheduler; `answer` is the daemon's to
     the first step; `wake` wakes the keeper to check the connection. `decisions` begin anew with
-    each reset; `promotions` is None without tiers.
+    each reset; `tiers` is None if the daemon has none.
 
     Raises:
         DaemonLost: the first step was refused.
@@ -66,10 +66,8 @@ class Attachment:
         """Void all loans and stores started before, and start new decisions."""
         self._loans.clear()
         self.decisions = Decisions(self.directory, self._loans, self._reuse)
-        table, tiers = self.directory.tiers, self.attached.tiers
-        self.promotions = (
-            PromotionRequests(self.directory, table, tiers) if table and tiers else None
-        )
+        table, infos = self.directory.tiers, self.attached.tiers
+        self.tiers = SchedulerTiers(self.directory, table, infos) if table and infos else None
 
     # -------------------------------------------------------------------- send
 
@@ -85,7 +83,7 @@ class Attachment:
             self.send()
         return self.decisions.outbox.has_room(num_items)
 
-    def end_step(self, timeout: float, *, only_urgent: bool) -> None:
+    def end_step(self, timeout: float, *, only_if_urgent: bool) -> None:
         """Send the step's decisions; if there are none, read the daemon's answers.
 
         Doing both would double the longest step. If every step sends, the keeper reads the
@@ -93,11 +91,11 @@ class Attachment:
 
         Args:
             timeout: seconds after which the keeper checks why there is no answer.
-            only_urgent: leave what is not urgent for a later step, see `Outbox.is_urgent`.
+            only_if_urgent: send nothing unless some of it is urgent, see `Outbox.is_urgent`.
         """
         connection, outbox = self.connection, self.decisions.outbox
         self._loans.end_step()
-        sends = outbox.is_urgent if only_urgent else bool(outbox)
+        sends = outbox.is_urgent if only_if_urgent else bool(outbox)
         if connection.has_replies and not sends:
             self.read_answers()
         num_unanswered = connection.num_unanswered
@@ -150,7 +148,7 @@ class Attachment:
 
     def request_loans(self, num_needed: int, num_loans: int) -> None:
         """Request `num_needed` loans in all, of which `num_loans` are at hand."""
-        # The daemon lends more only if less than half of what is wanted is lent.
+        # The daemon lends more only if less than half of the wanted loans are lent.
         self._post_step(max(num_needed, 2 * num_loans + 1))
 
     def read_answers(self) -> None:
@@ -176,9 +174,8 @@ class Attachment:
         if isinstance(answer, Stepped):
             slots, generations = answer.slots.numpy(), answer.generations.numpy()
             if len(slots) != len(generations):
-                raise DaemonLost(
-                    f"Stepped has {len(slots)} slots and {len(generations)} generations"
-                )
+                text = f"Stepped has {len(slots)} slots and {len(generations)} generations"
+                raise DaemonLost(text)
             loans: list[Loan] = list(zip(slots.tolist(), generations.tolist(), strict=True))
             self._loans.add(loans)
         elif not isinstance(answer, Error):
@@ -238,11 +235,8 @@ class Attachments:
             if attached.reuse_threshold != self._reuse.threshold:
                 capacity = max(MIN_REMEMBERED_KEYS, attached.num_chunks)
                 self._reuse = ReuseFilter(attached.reuse_threshold, capacity)
-            self._switch(
-                Attachment(
-                    attached, *views, connection, self._loans, self._reuse, answer, self._wake
-                )
-            )
+            loans, reuse, wake = self._loans, self._reuse, self._wake
+            self._switch(Attachment(attached, *views, connection, loans, reuse, answer, wake))
         return True
 
     def detach(self) -> None:
@@ -280,11 +274,7 @@ class Attachments:
             self._read_from(self.serving)
 
     def receive(self, connection: Connection) -> bool:
-        """Read answers and send overdue decisions.
-
-        Returns:
-            False if no attachment uses the connection.
-        """
+        """Read answers, send overdue decisions; return False if no attachment uses `connection`."""
         with self.lock:
             attachment = self.current
             if attachment is None or attachment.connection is not connection:

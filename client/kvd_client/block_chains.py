@@ -17,8 +17,7 @@ from kvd_client.changes import ChunkLocation
 from kvd_proto.descriptions import TOKEN_BYTES, Description
 
 _GROUP_BYTES = 4  # at the end of a key that is longer: the index of the group
-MAX_HOLDERS_READ = 8
-"""How many chunks of a block are tried to read its description."""
+MAX_HOLDERS_READ = 8  # chunks of a block that are tried to read its description
 
 T = TypeVar("T")
 BlockId: TypeAlias = tuple[int, bool, bytes]
@@ -179,11 +178,7 @@ class BlockChains:
         self.update_chained(block)
 
     def update_chained(self, block: Block) -> bool:
-        """Mark a block as chained if its chain is complete, and queue its children for a recheck.
-
-        Returns:
-            Whether it became chained.
-        """
+        """Mark a block as chained if its chain is complete; return whether it became chained."""
         if block.chained or not block.has_chain:
             return False
         block.chained = True

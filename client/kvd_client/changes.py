@@ -91,13 +91,13 @@ class PublishedState:
         gone: published, and known to be gone: removed piece by piece.
         snapshot_at: slot or place where the snapshot goes on; None: it is complete.
         snapshot_end: number of the change after which what the snapshot has not shown is gone.
-        before: the published location of each key that this call of `take` has touched, before it.
+        touched: keys that this call of `take` has changed, with their published locations before.
     """
 
     confirmed: dict[bytes, ChunkLocation] = field(default_factory=dict)
     unconfirmed: dict[bytes, ChunkLocation] = field(default_factory=dict)
     gone: dict[bytes, ChunkLocation] = field(default_factory=dict)
-    before: dict[bytes, ChunkLocation | None] = field(default_factory=dict)
+    touched: dict[bytes, ChunkLocation | None] = field(default_factory=dict)
     snapshot_at: int | None = None
     snapshot_end: int = 0
 
@@ -117,7 +117,7 @@ class PublishedState:
     def confirm(self, key: bytes, slot: int, generation: int, first: int, count: int) -> None:
         """Publish a chunk that a snapshot has shown."""
         old = self.confirmed.get(key) or self.pop_doubtful(key)
-        self.before.setdefault(key, old)
+        self.touched.setdefault(key, old)
         time_ns = 0 if old is None or old[:4] != (slot, generation, first, count) else old[4]
         self.confirmed[key] = ChunkLocation(slot, generation, first, count, time_ns)
 
@@ -145,9 +145,9 @@ class PublishedState:
         """
         stored: dict[bytes, ChunkLocation] = {}
         removed: list[bytes] = []
-        before, self.before = self.before, {}
+        touched, self.touched = self.touched, {}
         confirmed, unconfirmed, gone = self.confirmed.get, self.unconfirmed.get, self.gone
-        for key, old in before.items():
+        for key, old in touched.items():
             new = confirmed(key) or unconfirmed(key)
             if new is not None:
                 if old is None or new[:4] != old[:4]:
@@ -276,7 +276,7 @@ class ChangeReader:
                 memory.end_snapshot(self._position)
                 tiers.end_snapshot(self._position)
         last_locations, self._last_locations = self._last_locations, {}
-        if not (tiers.before or tiers.gone):
+        if not (tiers.touched or tiers.gone):
             return Differences(*memory.take(limit))
         stored, removed = memory.take(limit)
         in_tiers, removed_from_tiers = tiers.take(limit)
@@ -296,7 +296,7 @@ class ChangeReader:
 
     def _apply(self, directory: DirectoryView, changes: list[Change]) -> None:
         memory, tiers = self._memory, self._tiers
-        confirmed, touch = memory.confirmed, memory.before.setdefault
+        confirmed, touch = memory.confirmed, memory.touched.setdefault
         last_locations = self._last_locations
         for _, time_ns, generation, slot, first, count, _group, kind, key in changes:
             if kind == _READY:
@@ -315,12 +315,12 @@ class ChangeReader:
                         memory.pop_doubtful(key)
                     last_locations[key] = old
             elif kind == _KEPT:
-                tiers.before.setdefault(key, tiers.confirmed.get(key) or tiers.pop_doubtful(key))
+                tiers.touched.setdefault(key, tiers.confirmed.get(key) or tiers.pop_doubtful(key))
                 tiers.confirmed[key] = _new(ChunkLocation, (NO_SLOT, 0, first, count, time_ns))
             elif kind == _RELEASED:
                 old = tiers.confirmed.pop(key, None) or tiers.pop_doubtful(key)
                 if old is not None:
-                    tiers.before.setdefault(key, old)
+                    tiers.touched.setdefault(key, old)
             elif kind == _CLEARED:
                 # Chunks that became READY after it come after it in the ring, too.
                 memory.withdraw()
@@ -376,8 +376,8 @@ class ChangeReader:
                 return
             begin = max(0, end - PIECE_PLACES)
             chunks = table.held_chunks(begin, end)
-            for key, place in chunks:
-                tiers.confirm(key, NO_SLOT, 0, place.first, place.count)
+            for key, tier_place in chunks:
+                tiers.confirm(key, NO_SLOT, 0, tier_place.first, tier_place.count)
             num_chunks += len(chunks)
             end = begin
             if num_chunks >= limit:

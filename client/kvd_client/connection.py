@@ -50,8 +50,7 @@ MAX_SOCKET_PATH = 107
 CLIENT_NAME = "kvd_client"
 HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that is stopped
 CHECK_MS = 20  # another thread may have received the reply
-BUSY_SECONDS = 0.1
-"""For so long after a posted request its caller is expected to receive what arrives."""
+BUSY_SECONDS = 0.1  # after a posted request, in which its caller receives what arrives
 
 
 @dataclass(slots=True)
@@ -188,8 +187,7 @@ class Connection:
     def wait_readable(self, seconds: float) -> bool:
         """Wait until a reply may have arrived, for `seconds` and `CHECK_MS` at most.
 
-        Returns:
-            Whether the connection has failed, or the session is being closed.
+        Return whether the connection has failed, or the session is being closed.
         """
         poller = select.poll()  # one must not be used by two threads
         poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._channel.wants_write))
@@ -198,10 +196,9 @@ class Connection:
         return bool(self.failure) or any(fd == self._stop_fd for fd, _ in ready)
 
     def post(self, message: Message) -> int:
-        """Send a request without waiting; `take_replies` returns its reply later.
+        """Send a request whose reply `take_replies` returns later; return its id.
 
-        Returns:
-            The request's id; 0 if it could not be sent, and the connection has failed.
+        0: it could not be sent, and the connection has failed.
         """
         request_id = next(self._ids)
         try:
@@ -244,7 +241,7 @@ class Connection:
         channel, has_arrived, more = self._channel, False, True
         try:
             if channel.wants_write and not self.failure:
-                with contextlib.suppress(EOFError):  # what was sent before is received first
+                with contextlib.suppress(EOFError):  # first receive what the daemon sent before
                     channel.flush()
             while more and not self.failure:
                 if (received := channel.receive()) is not None:

@@ -155,7 +155,7 @@ class PrimaryContext:
             _call(self._attempted, "cuCtxSetCurrent", previous)
 
     def release(self) -> None:
-        """Release it; the driver may destroy what was made in it. Never raises."""
+        """Release it; the driver may destroy its objects. Never raises."""
         with suppress(CudaError):
             _call(f"stop to {self._attempted}", "cuDevicePrimaryCtxRelease", self._device)
 

@@ -149,7 +149,7 @@ class ReuseFilter:
         return len(self._num_offers)
 
 
-class ChunkSlots(NamedTuple):
+class KeySlots(NamedTuple):
     """Keys of a request, in its order, each with its slot and generation."""
 
     keys: list[bytes]
@@ -171,19 +171,21 @@ class Decisions:
         keys: Sequence[bytes],
         ranges: Sequence[BlockRange] | None,
         describe: Callable[[int], bytes],
-    ) -> tuple[list[StoreAnswer], ChunkSlots]:
-        """Start to store the keys that are new, as far as there are loans.
+    ) -> tuple[list[StoreAnswer], KeySlots]:
+        """Start to store the keys that are new; answer each key by the first of these that applies.
 
-        A repeated key is PENDING if its first occurrence was accepted, else it gets the same
-        answer. A chunk that is READY with a part of the offered blocks is stored anew.
+        1. PENDING: an engine is storing it, or it was accepted earlier in this call.
+        2. PRESENT: it is READY, and the offered blocks do not extend its blocks.
+        3. NOT_YET: it is not cached, and the reuse filter does not admit it.
+        4. FULL: there is no loan, or the step has no room for the description.
+        5. ACCEPTED: it has a slot.
 
         Args:
             keys: a prompt's head first.
             ranges: for each key the blocks to store; None: all blocks of all chunks.
             describe: returns the description of the i-th key's chunk, empty for none. It is called
-                only for keys that can be accepted. If the step has no room for the description,
-                the key is FULL. If `describe` raises, the stores of the keys before it go on
-                without a ticket, until the daemon gives them up.
+                only for keys that can be accepted. If it raises, the stores of the keys before it
+                go on without a ticket, until the daemon gives them up.
 
         Returns:
             An answer to each key, and the slots of accepted keys.
@@ -196,7 +198,7 @@ class Decisions:
         filtered: set[bytes] = set()  # not admitted: counts a repeated key once
         blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        stored, slots, generations = accepted = ChunkSlots([], [], [])
+        accepted_keys, slots, generations = accepted = KeySlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
@@ -225,10 +227,10 @@ class Decisions:
                 continue
             answers.append(_ACCEPTED)
             start_store(key, *loan, blocks, description)
-            stored.append(key)
+            accepted_keys.append(key)
             slots.append(loan[0])
             generations.append(loan[1])
-        if len(stored) < len(answers):
+        if len(accepted_keys) < len(answers):
             outbox.count_answers(answers)
         return answers, accepted
 
@@ -241,15 +243,15 @@ class Decisions:
 
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[BlockRange] | None
-    ) -> tuple[list[bool], ChunkSlots]:
+    ) -> tuple[list[bool], KeySlots]:
         """Return which keys are READY with the blocks needed, and the slots of these keys.
 
         Chunks whose slots were reassigned are not found. Loans of the slots found are taken last.
         """
         find_entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
-        is_found: list[bool] = []
-        hits = ChunkSlots([], [], [])
+        found_mask: list[bool] = []
+        hits = KeySlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 first, count = ranges[i]
@@ -260,14 +262,14 @@ class Decisions:
                 or first < entry[3]
                 or entry[3] + entry[4] < first + count
             ):
-                is_found.append(False)
+                found_mask.append(False)
                 continue
-            is_found.append(True)
+            found_mask.append(True)
             hits.keys.append(key)
             hits.slots.append(entry[0])
             hits.generations.append(entry[1])
         self._loans.defer(hits.slots)
-        return is_found, hits
+        return found_mask, hits
 
     def check(self, ranges: Sequence[BlockRange]) -> None:
         """Check that the blocks are within a chunk.
@@ -281,7 +283,7 @@ class Decisions:
                 raise UsageError(f"blocks={shown(blocks)}: a chunk has {blocks_per_chunk} blocks")
 
 
-class PromotionRequests:
+class SchedulerTiers:
     """Lookups in the tiers of one attachment, and the rate limit of promotion requests.
 
     `find_tier` and `tier_status` take no lock; the rest is for one thread at a time.
@@ -306,11 +308,11 @@ class PromotionRequests:
         directory, table = self._directory, self._table
         if count is None:
             count = directory.blocks_per_chunk - first
-        place = table.find(key)
-        if place is None:
+        tier_place = table.find(key)
+        if tier_place is None:
             return TIER_UNKNOWN if any(table.health(i).usable for i in self._shared) else NO_TIER
-        tiers = place.tiers
-        if not tiers or not _covers((place.first, place.count), first, count):
+        tiers = tier_place.tiers
+        if not tiers or not _covers((tier_place.first, tier_place.count), first, count):
             return NO_TIER
         entry = directory.entry(key)
         if entry is not None and entry[2] == _READY and not _covers(entry[3:], first, count):

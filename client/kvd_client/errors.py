@@ -37,12 +37,7 @@ class UsageError(KvdClientError, ValueError):
 
 
 class RegistrationError(KvdClientError):
-    """The daemon refused the registration.
-
-    Args:
-        code: the daemon's reason, for programs.
-        text: the daemon's reason, for people.
-    """
+    """The daemon refused the registration; `code` and `text` are its reason."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{text} [{code.value}]")
@@ -65,10 +60,8 @@ class UnsupportedVllm(KvdClientError):
 class CudaError(KvdClientError):
     """A call of the CUDA driver failed.
 
-    Args:
-        code: the driver's error number; -1 if its Python bindings failed.
-        name: the driver's name of the error, or why the bindings failed.
-        attempted: what failed, in words that follow "CUDA cannot".
+    `code` and `name` are the driver's; -1 and the reason if its Python bindings failed. `attempted`
+    follows "CUDA cannot".
     """
 
     def __init__(self, code: int, name: str, attempted: str) -> None:

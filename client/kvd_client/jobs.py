@@ -56,7 +56,7 @@ class _RunningJob:
     link: LaneLink
     request_id: int
     word: int  # a store's own word of the control page; 0 for a load
-    progress: int  # number of a load's own progress word; 0 where it has none
+    progress: int  # number of a load's own progress word; 0: none
     submitted_at: float
 
     @property
@@ -149,7 +149,9 @@ class JobTable:
             except ProtoError as error:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
-                text = _LANE_ENDED if lane.is_dead else f"the lane takes no message: {lane.why_not}"
+                text = (
+                    _LANE_ENDED if lane.is_dead else f"the lane takes no message: {lane.send_error}"
+                )
                 self._receive_answers()
                 return self._reject(_failed(job_id, text))
             lane.pending[request_id] = job_id

@@ -15,10 +15,8 @@ from kvd_proto.errors import BadFrame, ChannelFull, DecodeError
 from kvd_proto.messages import Error, ErrorCode, Join, LaneUp, Message, Ok
 
 _SCHEME = "ipc://"
-MAX_UNSENT_BYTES = 32 * 2**20
-"""Limit for data that waits for a lane that does not read; then `send` fails."""
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
-"""Pause between two connections, while the lane does not answer Join."""
+MAX_UNSENT_BYTES = 32 * 2**20  # may wait for a lane that does not read; beyond, `send` fails
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0  # between connections without an answer to Join
 
 log = get_logger()
 
@@ -152,7 +150,7 @@ class LaneLink:
         self._refusal = text
 
     @property
-    def why_not(self) -> str:
+    def send_error(self) -> str:
         """Why `send` has returned 0."""
         return self._refusal or "too many messages wait, or there is no connection"
 

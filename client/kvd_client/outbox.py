@@ -22,8 +22,7 @@ from kvd_proto.messages import (
     Step,
 )
 
-MAX_DESCRIBED_BYTES = 4 * 2**20
-"""Limit for the descriptions of a step, which keeps the largest step below a message's limit."""
+MAX_DESCRIBED_BYTES = 4 * 2**20  # in a step, so that the largest step fits a message
 
 
 class UnansweredStep(NamedTuple):

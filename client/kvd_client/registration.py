@@ -95,7 +95,7 @@ class WorkerRegistration:
         return self.state is RegistrationState.REFUSED
 
     @property
-    def why_not(self) -> str:
+    def obstacle(self) -> str:
         """Why the daemon does not hold the memory; empty if it has not refused."""
         if self.message is None:
             return NOTHING_REGISTERED

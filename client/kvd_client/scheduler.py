@@ -248,20 +248,20 @@ class Scheduler(SchedulerSession):
             attachment = self._attachments.serving
             if attachment is None or not attachment.has_room(len(keys)):
                 return LoadTicket(found=np.zeros(len(keys), _BOOL))
-            is_found, hits = attachment.decisions.find(keys, ranges)
+            found_mask, hits = attachment.decisions.find(keys, ranges)
             lease = 0
             if hits.keys:
                 lease = next(self._attachments.serials)
                 lease_ms = max(1, round(lease_s * 1000))
                 attachment.decisions.outbox.pin(lease, lease_ms, hits.slots, hits.generations)
-                if attachment.promotions is not None:
-                    attachment.promotions.on_loaded(hits.keys)
+                if attachment.tiers is not None:
+                    attachment.tiers.on_loaded(hits.keys)
                 self._end_call(attachment)
         ticket = LoadTicket(
             keys=tuple(hits.keys),
             slots=np.array(hits.slots, _U4),
             generations=np.array(hits.generations, _U8),
-            found=np.array(is_found, _BOOL),
+            found=np.array(found_mask, _BOOL),
             lease=lease,
             lease_seconds=lease_s,
             on_exit=lambda _: self._exit_ticket(lambda: self.complete_load(ticket)),
@@ -297,7 +297,7 @@ class Scheduler(SchedulerSession):
         Also empty while the engine is not attached, and while a reset has no answer.
         """
         attachment = self._attachments.current
-        if attachment is None or self._promotions is None:
+        if attachment is None or self._tiers is None:
             return ()
         return attachment.attached.tiers
 
@@ -318,11 +318,11 @@ class Scheduler(SchedulerSession):
             check_key(key)
         if first.__class__ is not int or first or count is not None:
             check_blocks(first, count)
-        promotions = self._promotions
-        if promotions is None:
+        tiers = self._tiers
+        if tiers is None:
             self._check_open()
             return NO_TIER
-        return promotions.find_tier(key, first, count)
+        return tiers.find_tier(key, first, count)
 
     def tier_status(self, number: int) -> TierHealth | None:
         """Return whether a tier is usable, how fast promotions are, and how many bytes wait.
@@ -334,8 +334,8 @@ class Scheduler(SchedulerSession):
             The status; None if there is no such tier now.
         """
         index = check_int("number", number, 0, MAX_TIERS - 1)
-        promotions = self._promotions
-        return None if promotions is None else promotions.tier_status(index)
+        tiers = self._tiers
+        return None if tiers is None else tiers.tier_status(index)
 
     def request_promotion(self, keys: Collection[bytes]) -> int:
         """Request promotion of chunks that are, or may be, in tiers (see `find_tier`) into memory.
@@ -355,11 +355,11 @@ class Scheduler(SchedulerSession):
         self._check_open()
         with self._attachments.lock:
             attachment = self._attachments.serving
-            if attachment is None or (promotions := attachment.promotions) is None:
+            if attachment is None or (tiers := attachment.tiers) is None:
                 return 0
             if not attachment.has_room(len(keys)):
                 return 0
-            to_send = promotions.take_unsent(keys, time.monotonic())
+            to_send = tiers.take_unsent(keys, time.monotonic())
             if to_send:
                 attachment.decisions.outbox.promote(to_send)
                 self._end_call(attachment)
@@ -428,9 +428,9 @@ class Scheduler(SchedulerSession):
         with self._attachments.lock:
             attachment = self._attachments.current
             if attachment is not None:
-                attachment.end_step(self.deadline, only_urgent=self._ends_steps)
+                attachment.end_step(self.deadline, only_if_urgent=self._ends_steps)
 
     def _end_call(self, attachment: Attachment) -> None:
         """Send decisions at once, if the engine does not call `end_step`."""
         if not self._ends_steps:
-            attachment.end_step(self.deadline, only_urgent=False)
+            attachment.end_step(self.deadline, only_if_urgent=False)

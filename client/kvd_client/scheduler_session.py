@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvd_client.attachment import Attachment, Attachments
 from kvd_client.changes import DEFAULT_LIMIT, ChangeReader, ChunkLocation, Differences
 from kvd_client.connection import Connection, Notice
-from kvd_client.decisions import PromotionRequests
+from kvd_client.decisions import SchedulerTiers
 from kvd_client.errors import UsageError, check_flag, check_int, check_seconds, get_logger, shown
 from kvd_client.outbox import SchedulerTotals
 from kvd_client.readiness import SchedulerReadiness
@@ -88,7 +88,7 @@ class SchedulerSession(ClientSession):
         self._entry: Callable[[bytes], Entry | None]
         self._started_stores: Container[bytes]
         self._reassigned: Mapping[int, int]
-        self._promotions: PromotionRequests | None
+        self._tiers: SchedulerTiers | None
         self._read_from(None)
         self._start()
 
@@ -345,22 +345,20 @@ class SchedulerSession(ClientSession):
         """Make lookups and KV events read an attachment's directory; None: they find nothing."""
         if attachment is None:
             self._lookup, self._entry = self._lookup_nothing, self._no_entry
-            self._started_stores, self._reassigned, self._promotions = (), {}, None
+            self._started_stores, self._reassigned, self._tiers = (), {}, None
             self._changes.switch(None)
         else:
             directory, outbox = attachment.directory, attachment.decisions.outbox
             self._lookup, self._entry = directory.lookup, directory.entry
             self._started_stores, self._reassigned = outbox.started_stores, outbox.reassigned
-            self._promotions = attachment.promotions
+            self._tiers = attachment.tiers
             self._changes.switch(ChangeSource(directory, attachment.descriptions))
 
-    def _lookup_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
-        del key, first, count
+    def _lookup_nothing(self, *_: object) -> LookupResult:
         self._check_open()
         return LookupResult.MISS
 
-    def _no_entry(self, key: bytes) -> Entry | None:
-        del key
+    def _no_entry(self, _: bytes) -> Entry | None:
         self._check_open()
         return None
 

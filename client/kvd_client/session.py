@@ -2,9 +2,9 @@
 
 Requests are made on the caller's thread. The keeper, a daemon thread, handles notices, makes the
 requests that no caller waits for, and connects again when the daemon is gone. A daemon that misses
-a deadline counts as gone: its session is given up, so it drops what it granted, and the keeper
-starts a new session as soon as the daemon answers. Until then a request returns at once, without a
-reply.
+a deadline counts as gone: the connection is closed, by which the daemon drops what it granted, and
+the keeper connects again as soon as the daemon answers. Until then requests return at once, without
+a reply.
 
 No lock is held while waiting, except a condition's, which waiting releases.
 """
@@ -88,17 +88,18 @@ class ClientSession:
         self.deadline = check_seconds("deadline", deadline, 3600.0, positive=True)
         self._changed = threading.Condition()  # the connection, or a state that messages change
         self._connection: Connection | None = None
-        self._unreachable = f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
+        self._why_unreachable = (
+            f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
+        )
         self._is_denied = False  # this process may not connect
         self._has_warned = False  # the latest log line about the connection is a warning
-        self._closed = ""
+        self._closed = ""  # why calls are refused; empty while open
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._fds_lock = threading.Lock()  # a late `_wake` must not write to a closed descriptor
         self._has_tried = threading.Event()
-        self._keeper = threading.Thread(
-            target=self._run_keeper, name=f"kvd-{self._kind}", daemon=True
-        )
+        name = f"kvd-{self._kind}"
+        self._keeper = threading.Thread(target=self._run_keeper, name=name, daemon=True)
 
     def _start(self) -> None:
         """Start the keeper and wait for its first try to connect, at most one deadline.
@@ -173,11 +174,9 @@ class ClientSession:
         return reply if isinstance(reply, StatusReport) else None
 
     def _request(self, message: Message, timeout: float, fds: Sequence[int] = ()) -> Message | None:
-        """Send a request to the broker and wait for the reply.
+        """Send a request to the broker; return the reply (of its type, or `Error`).
 
-        Returns:
-            The reply (its own type or `Error`). None if there is no connection, or it was given up
-            without a reply.
+        None: there is no connection, or it was given up without a reply.
         """
         connection = self._connection
         if connection is None:
@@ -198,7 +197,7 @@ class ClientSession:
                 return
             self._connection = None
             if why:
-                self._unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
+                self._why_unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
             warns = bool(why and not self._closed)
             self._has_warned |= warns
             self._on_disconnected()
@@ -217,7 +216,7 @@ class ClientSession:
         if self._closed:
             return "this session was closed meanwhile"
         if not self.connected:
-            return self._unreachable
+            return self._why_unreachable
         reply = self._request_status()
         if reply is None:
             return f"the daemon in {self.runtime_dir} did not answer in time"
@@ -270,11 +269,7 @@ class ClientSession:
             self._close_fds()  # here, since `close` does not wait for a busy keeper for ever
 
     def _connect_and_serve(self) -> float:
-        """Connect, and serve the connection to its end.
-
-        Returns:
-            The longest pause in seconds until the next try.
-        """
+        """Connect and serve the connection to its end; return the longest pause before the next."""
         try:
             connection = Connection(
                 self.runtime_dir, self._kind, self.engine, self._stop_fd, self._wake
@@ -286,12 +281,8 @@ class ClientSession:
         self._connection = connection
         connected_at = time.monotonic()
         # If a warning reported the loss of the connection, a warning reports its return.
-        log.log(
-            logging.WARNING if self._has_warned else logging.INFO,
-            "connected: %s, pid %d",
-            connection.daemon,
-            connection.pid,
-        )
+        level = logging.WARNING if self._has_warned else logging.INFO
+        log.log(level, "connected: %s, pid %d", connection.daemon, connection.pid)
         self._has_warned = False
         was_served, why = False, ""
         try:
@@ -304,13 +295,12 @@ class ClientSession:
             why = str(error)
             was_served = was_served and not isinstance(error, Refused)
         except Exception:
-            log.exception(
-                "the %s session of engine %s failed; it connects again", self._kind, self.engine
-            )
+            text = "the %s session of engine %s failed; it connects again"
+            log.exception(text, self._kind, self.engine)
             was_served = False
         self._give_up(connection, why)
         with self._changed:
-            self._on_disconnected()  # undoes what this thread did after a caller had given it up
+            self._on_disconnected()  # again: this thread may have attached after a caller gave up
         connection.close()
         has_lasted = time.monotonic() - connected_at >= REPORT_SECONDS
         return 0.0 if was_served and has_lasted else REFUSED_SECONDS
@@ -329,8 +319,8 @@ class ClientSession:
                 " is `kvd serve` running there?"
             )
         with self._changed:
-            is_known = self._unreachable == why
-            self._unreachable, self._is_denied = why, is_denied
+            is_known = self._why_unreachable == why
+            self._why_unreachable, self._is_denied = why, is_denied
             self._changed.notify_all()
         if not is_known:
             self._has_warned |= is_denied or is_refused

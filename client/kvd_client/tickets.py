@@ -256,9 +256,8 @@ def check_block_ranges(blocks: object, num_keys: int) -> list[BlockRange] | None
     return [(first, count) for first, count in pairs]
 
 
-def no_description(index: int) -> bytes:
+def no_description(_: int) -> bytes:
     """Return the description of a chunk that has none."""
-    del index
     return b""
 
 

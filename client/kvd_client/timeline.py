@@ -40,14 +40,10 @@ class ControlPage(ControlWords):
 
 
 class StreamSignals:
-    """Writes a control page's timeline from CUDA streams. Used by one thread at a time.
+    """Writes a control page's timeline from a device's CUDA streams. For one thread at a time.
 
     A stream that is not the last one used waits for the last number first, so that no number is
     reached before an earlier one.
-
-    Args:
-        device: the ordinal of the device whose streams signal.
-        page: stays the caller's.
 
     Raises:
         CudaError: the page cannot be registered.

@@ -95,7 +95,7 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
     ]
     if not block_tensors:
         raise UsageError("no tensors: pass the engine's KV-cache tensors")
-    numbers: dict[int, int] = {}
+    storage_indices: dict[int, int] = {}
     storages: list[Any] = []
     specs: list[TensorSpec] = []
     parts: list[tuple[int, ...]] = []
@@ -107,10 +107,11 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
                 f" {block_tensors[0].tensor.device}: the tensors of one worker are on one device"
             )
         storage = item.tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, len(storages))  # noqa: SLF001  # what views share
-        if number == len(storages):
+        storage_id = storage._cdata  # noqa: SLF001  # the same for all views
+        storage_index = storage_indices.setdefault(storage_id, len(storages))
+        if storage_index == len(storages):
             storages.append(storage)
-        pages = _pages(f"tensors[{index}]", item, number)
+        pages = _pages(f"tensors[{index}]", item, storage_index)
         parts.append(tuple(range(len(specs), len(specs) + len(pages))))
         specs.extend(pages)
     memory: list[Memory] = []

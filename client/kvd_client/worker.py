@@ -123,7 +123,7 @@ class Worker(ClientSession):
             false at once, and the memory is registered as soon as there is a daemon.
 
         Raises:
-            UsageError: invalid memory or layout; a second registration; closed.
+            UsageError: invalid memory or layout; a second registration.
             RegistrationError: the daemon refuses for good.
             Unavailable: `required`, and no registration within `timeout`; at once if this process
                 may not connect to the daemon.
@@ -154,35 +154,42 @@ class Worker(ClientSession):
                     self.timeline.set_signals(StreamSignals(device, self._control))
             registration.request(message, descriptors)
             self._wake()
-            refusal: Error | None = None
-            try:
-                self._changed.wait_for(
-                    lambda: (
-                        self.registered
-                        or registration.is_refused
-                        or self._closed
-                        or not (self.connected or (required and not self._is_denied))
-                    ),
-                    timeout_s,
-                )
-            finally:  # also if a signal handler raises
-                registration.has_waiter = False
-                refusal = registration.take_refusal()
+            refusal = self._wait_registered(registration, timeout_s, required=required)
             if refusal is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
-                if self.connected:
-                    why = (
-                        registration.why_not or f"the daemon in {self.runtime_dir} has not answered"
-                    )
-                else:
-                    why = self._unreachable
+                no_answer = f"the daemon in {self.runtime_dir} has not answered"
+                why = registration.obstacle or no_answer
+                if not self.connected:
+                    why = self._why_unreachable
                 registration.drop()
                 self._give_up(self._connection, "the registration was given up")
                 if not self._is_denied:
                     why = f"no registration within {timeout:g} s; {why}"
                 raise Unavailable(why)
             return self.registered
+
+    def _wait_registered(
+        self, registration: WorkerRegistration, timeout: float, *, required: bool
+    ) -> Error | None:
+        """Wait for the registration, if there is a daemon or it is `required`.
+
+        Called under `_changed`. Return the daemon's final refusal, if any.
+        """
+        try:
+            self._changed.wait_for(
+                lambda: (
+                    self.registered
+                    or registration.is_refused
+                    or self._closed
+                    or not (self.connected or (required and not self._is_denied))
+                ),
+                timeout,
+            )
+        finally:  # also if a signal handler raises
+            registration.has_waiter = False
+            refusal = registration.take_refusal()
+        return refusal
 
     def unregister(self, timeout: float = REGISTER_SECONDS) -> bool:
         """Take the memory back, to free it or to put other memory in its place.
@@ -197,9 +204,6 @@ class Worker(ClientSession):
             Whether the memory is free: no copy touches it, nothing has it mapped. False if the
             daemon has not confirmed that in time, or was lost since `register`: it then releases
             the memory by itself, as for a process that has died.
-
-        Raises:
-            UsageError: closed.
         """
         self._check_open()
         timeout_s = check_seconds("timeout", timeout)
@@ -211,11 +215,8 @@ class Worker(ClientSession):
             self._changed.wait_for(
                 lambda: registration.state is not leaving or self._closed, timeout_s
             )
-            return (
-                registration.state is not leaving
-                and self._connection is connection
-                and not registration.was_lost
-            )
+            has_left = registration.state is not leaving and self._connection is connection
+            return has_left and not registration.was_lost
 
     @property
     def registered(self) -> bool:
@@ -234,7 +235,7 @@ class Worker(ClientSession):
         return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if (why := self._registration.why_not) and self.connected and not self._closed:
+        if (why := self._registration.obstacle) and self.connected and not self._closed:
             return f"this rank is not registered: {why}"
         return super()._why_not_attached()
 
@@ -247,7 +248,7 @@ class Worker(ClientSession):
         groups: Sequence[ChunkBlocks],
         after: int | None = None,
     ) -> bool:
-        """Copy the blocks of the ticket's chunks into the pool.
+        """Copy the blocks of the ticket's chunks into the pool; result and errors as `submit`.
 
         Args:
             job_id: the caller's number, free again once it was reported.
@@ -256,12 +257,9 @@ class Worker(ClientSession):
                 in the ticket are left out.
             after: see `submit`.
 
-        Returns:
-            Whether a lane has the job; see `submit`.
-
         Raises:
-            UsageError: as `submit`; keys and blocks that do not fit each other, the null block, or
-                too many blocks for one job; not registered yet.
+            UsageError: also for keys and blocks that do not fit each other, the null block, too
+                many blocks for one job, or if nothing is registered yet.
         """
         return self.submit(Store, job_id, self._pack(ticket, groups), after)
 
@@ -308,7 +306,7 @@ class Worker(ClientSession):
         Raises:
             UsageError: arrays that do not fit each other, blocks that were not registered, the
                 null block between two blocks of a chunk or in place of all of them, a job id in
-                use; or closed.
+                use.
         """
         self._check_open()
         if (kind is not Store and kind is not Load) or not isinstance(blocks, JobBlocks):
@@ -443,14 +441,14 @@ class Worker(ClientSession):
         if reply is None:
             return False
         with self._changed:
-            why_before = registration.why_not
+            obstacle_before = registration.obstacle
             sends_again = registration.on_answered(reply)
             self._changed.notify_all()
         if isinstance(reply, Error):
-            self._unreachable = (
+            self._why_unreachable = (
                 f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
             )
-            if sends_again and reply.text != why_before:  # log each reason once, not each try
+            if sends_again and reply.text != obstacle_before:  # log each reason once, not each try
                 log.warning("registration refused, tried again later: %s", reply.text)
             return not sends_again
         if registration.is_registered:

@@ -103,7 +103,7 @@ class Caching:
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
         """Pin slots under a lease, unless the engine has `max_leases`."""
         table, settings = namespace.table, self._state.settings
-        if table.slots.leases.held_by(owner) >= settings.max_leases:
+        if table.slots.leases.count(owner) >= settings.max_leases:
             self._state.reached("max_leases")
             table.loads.count_refused_pin(len(pin.slots))
             return
@@ -123,7 +123,7 @@ class Caching:
         num_engines, lending = max(1, namespace.engines), table.lending
         is_bulk = not is_first and step == Step(wanted=step.wanted)
         num_lent, share = table.slots.loans.count(owner), lending.share(num_engines)
-        target = step.wanted if is_bulk else min(step.wanted, lending.most_ahead(num_engines))
+        target = step.wanted if is_bulk else min(step.wanted, lending.max_ahead(num_engines))
         need = min(target, share) - num_lent if 2 * num_lent < target else 0
         need = max(need, min(step.refused, share) - num_lent)
         if need <= 0 or state.draining or not state.allocated_bytes:

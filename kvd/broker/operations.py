@@ -393,4 +393,4 @@ def apply_live_settings(
             waiting[key] = (new, origins[key])
             origins[key] = current.origins[key]
     settings = msgspec.structs.replace(current.settings, **values)
-    return replace(loaded, settings=settings, origins=origins, waiting=waiting), changes
+    return replace(loaded, settings=settings, origins=origins, pending_restart=waiting), changes

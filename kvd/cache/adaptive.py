@@ -1,29 +1,30 @@
-"""The adaptive policy: evict what will bring the fewest hits for each second that it is held.
+"""The adaptive policy: evicts the chunks that bring the fewest hits per second of being kept.
 
-A chunk's class is how many finished requests have had it (1, 2, 3 or more) and the label of the
-last of them. For each class c the policy counts touches, n, and next uses by age, u_j: bin j
-begins e_j = 2^(j/3) - 1 seconds after the touch. A touch is a finished request that has the
-chunk. Next uses include those of chunks that were evicted meanwhile; their ghosts know class and
-last touch. From these counts follows the gain, the most hits a second that keeping a chunk of
-class c and age a can still bring::
+**Classes.** A touch is a finished request that has the chunk. A chunk's class is its number of
+touches (1, 2, 3 or more) and the label of the last one. For each class c the policy counts touches,
+n, and next uses by age, u_j: bin j begins e_j = 2^(j/3) - 1 seconds after the touch. Next uses
+include those of evicted chunks, whose ghosts have class and last touch.
+
+**Gain.** From these counts follows the most hits a second that keeping a chunk of class c and age a
+can still bring::
 
     S_0 = 1;  S_j+1 = max(0.001, S_j - u_j / n)                 share still unused at e_j
     gain(a) = max over x >= a of  sum_{j=a..x} u_j / n
                                 / sum_{j=a..x} (S_j + S_j+1) / 2 * (e_j+1 - e_j)
 
-Each class has one list in LRU order. The next victim is in the oldest or in the newest run of a
-list, in the one of smallest gain, deepest chunk first. Evicting from the newest run keeps a part
-of a working set that is larger than the pool. A class of fewer than 200 touches has at least the
-gain 0.3 / (age + 60), which falls with age, and only its oldest run is considered. So where
-nothing is learned yet, the policy is LRU. It is LRU as well while `LruFloor` says so: for the
-first 300 requests, and for a while where LRU would have found more.
+**Victims.** Each class has a list in LRU order. The next victim is in the oldest or newest run of a
+list, whichever run has the smallest gain; within a run the deepest chunk goes first. Evicting from
+the newest run keeps a part of a working set that is larger than the pool. A class of fewer than 200
+touches has a gain of at least 0.3 / (age + 60), and only its oldest run is considered: so a policy
+that has not learned yet is LRU.
 
-A chunk whose request is under way stands in a list of its own for each class, of which only the
-oldest run is considered. One that no finished request has had is in class 0: its gain is the best
-of the classes seen once, since its label is not known yet. So are the previous daemon's chunks.
+Chunks of unfinished requests are in separate lists, one for each class, whose oldest runs alone are
+considered. Untouched chunks, with those of the previous daemon, are class 0: their gain is the best
+of the classes touched once, since their label is not known yet.
 
-LRU holds the chunks that were touched last. So the times of their last touches say which of the
-touched chunks LRU would have found, and no second cache is needed for the comparison.
+**LRU as the floor.** While `LruFloor` says so the policy is LRU: for the first 300 requests, and
+for some time after LRU would have found more. LRU keeps the chunks that were touched last, so the
+times of last touches tell which chunks LRU would have found, without a second cache.
 """
 
 from bisect import bisect_right
@@ -48,25 +49,27 @@ from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.errors import IntegrityError
 from kvd_proto.messages import Label
 
-PARTS = 256  # at least so many of what a full pool holds, at most twice as many
+NUM_INTERVALS = 256  # for a full pool; there are at most twice as many
 
 
 class LruContents:
-    """How many chunks LRU would hold, by the time of their last touch. Times never go back."""
+    """How many chunks LRU would hold, by interval of their last touch. Times never go back."""
 
     def __init__(self) -> None:
-        self._begins: list[float] = []  # times, oldest first; each part reaches to the next begin
-        self._counts: list[int] = []  # chunks, by part
+        self._begins: list[float] = []  # of intervals, oldest first; each ends at the next begin
+        self._counts: list[int] = []  # chunks, by interval
         self._total = 0
 
     def touch(self, last: float | None, count: int, now: float) -> int:
-        """Touch `count` chunks, all touched at `last` before, or never; how many LRU would find."""
-        part = -1 if last is None else bisect_right(self._begins, last) - 1
-        hits = min(count, self._counts[part]) if part >= 0 else 0
+        """Touch `count` chunks, last touched at `last` or never; how many LRU would find."""
+        interval = -1 if last is None else bisect_right(self._begins, last) - 1
+        hits = min(count, self._counts[interval]) if interval >= 0 else 0
         if hits:
-            self._counts[part] -= hits
-        if not self._begins or (now > self._begins[-1] and self._counts[-1] * PARTS > self._total):
-            if len(self._begins) == 2 * PARTS:
+            self._counts[interval] -= hits
+        if not self._begins or (
+            now > self._begins[-1] and self._counts[-1] * NUM_INTERVALS > self._total
+        ):
+            if len(self._begins) == 2 * NUM_INTERVALS:
                 self._merge()
             self._begins.append(now)
             self._counts.append(0)
@@ -75,17 +78,17 @@ class LruContents:
         return hits
 
     def shrink(self, num_chunks: int) -> None:
-        """Keep the `num_chunks` that were touched last."""
-        gone = 0
+        """Evict all but the `num_chunks` chunks that were touched last."""
+        num_empty = 0
         while self._total > num_chunks:
-            leaving = min(self._counts[gone], self._total - num_chunks)
-            self._counts[gone] -= leaving
-            self._total -= leaving
-            gone += not self._counts[gone]
-        del self._begins[:gone], self._counts[:gone]
+            evicted = min(self._counts[num_empty], self._total - num_chunks)
+            self._counts[num_empty] -= evicted
+            self._total -= evicted
+            num_empty += not self._counts[num_empty]
+        del self._begins[:num_empty], self._counts[:num_empty]
 
     def _merge(self) -> None:
-        """Make one part of two: most have lost chunks that were touched since."""
+        """Merge pairs of intervals; most have few chunks left that were not touched since."""
         self._begins = self._begins[::2]
         self._counts = [sum(self._counts[i : i + 2]) for i in range(0, len(self._counts), 2)]
 
@@ -93,56 +96,56 @@ class LruContents:
         return self._total
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where counts contradict each other, or times go back."""
+        """Raise IntegrityError if counts contradict each other, or times go back."""
         if sum(self._counts) != self._total or min(self._counts, default=0) < 0:
-            raise IntegrityError(f"{self._total} chunks in parts of {self._counts}")
+            raise IntegrityError(f"{self._total} chunks in intervals of {self._counts}")
         if self._begins != sorted(self._begins) or len(self._begins) != len(self._counts):
-            raise IntegrityError(f"parts begin at {self._begins}")
+            raise IntegrityError(f"intervals begin at {self._begins}")
 
 
 class LruFloor:
-    """Whether LRU decides.
+    """Switches to LRU while LRU would find more than the learned policy.
 
     Args:
-        first: for so many requests it does.
+        first: number of requests at the beginning for which LRU decides.
 
     Attributes:
         lru_decides: whether LRU decides now.
     """
 
     window = 500
-    """Requests: what lies further back counts less than 1 / e."""
+    """In requests: older ones weigh less than 1 / e."""
     allowance = 3
-    """LRU decides where the policy has found less by as many chunks as so many requests touch."""
-    rest, longest_rest = 250, 32_000
-    """For so many requests LRU decides then: four times as many each time until what was learned
-    has held for four windows."""
+    """LRU takes over when the policy lags behind it by the chunks of so many requests."""
+    min_lru_requests, max_lru_requests = 250, 32_000
+    """LRU then decides for so many requests; four times as many each time, until the learned policy
+    has stayed in charge for four windows."""
 
     def __init__(self, first: int) -> None:
         self.lru_decides = first > 0
         self._lru = LruContents()
         self._until = first  # LRU decides until this request
-        self._since = 0  # the other way round since this request
-        self._rest = self.rest
+        self._since = 0  # the learned policy decides since this request
+        self._lru_requests = self.min_lru_requests
         self._requests = 0
         self._window_requests = 0.0
-        self._touched = self._lead = 0.0  # chunks in the window; found more of them than LRU
+        self._touched = self._lead = 0.0  # chunks in the window; hits in the pool less LRU's
 
     def touch(self, last: float | None, count: int, now: float, *, in_pool: bool) -> None:
-        """A request has touched `count` chunks, all touched at `last` before, or never.
+        """Count a request's touch of `count` chunks, all of them last touched at `last`, or never.
 
         Args:
             last: seconds.
-            count: chunks.
+            count: of chunks.
             now: seconds.
-            in_pool: whether these were in the pool.
+            in_pool: these chunks were in the pool.
         """
         lru_hits = self._lru.touch(last, count, now)
         self._touched += count
         self._lead += (count if in_pool else 0) - lru_hits
 
     def end_request(self, num_chunks: int) -> None:
-        """All that a request has touched is said; the pool has `num_chunks`."""
+        """End a request, whose touches were all counted; the pool has `num_chunks`."""
         self._lru.shrink(num_chunks)
         self._requests += 1
         if self.lru_decides:
@@ -151,26 +154,23 @@ class LruFloor:
                 self._window_requests = self._touched = self._lead = 0.0
             return
         self._window_requests += 1
-        loss = -self._lead * self._window_requests  # in requests' worth of chunks, times touched
+        # lead < -allowance * (touched / requests), without a division
+        loss = -self._lead * self._window_requests
         if loss > self.allowance * self._touched:
-            self.lru_decides, self._until = True, self._requests + self._rest
-            self._rest = min(4 * self._rest, self.longest_rest)
+            self.lru_decides, self._until = True, self._requests + self._lru_requests
+            self._lru_requests = min(4 * self._lru_requests, self.max_lru_requests)
         elif self._requests - self._since > 4 * self.window and self._lead >= 0:
-            self._rest = self.rest
-        left = 1 - 1 / self.window
-        self._window_requests *= left
-        self._touched *= left
-        self._lead *= left
+            self._lru_requests = self.min_lru_requests
+        decay = 1 - 1 / self.window
+        self._window_requests *= decay
+        self._touched *= decay
+        self._lead *= decay
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where an invariant does not hold."""
+        """Raise IntegrityError if an invariant does not hold."""
         self._lru.check_integrity()
         if self._touched < 0 or abs(self._lead) > self._touched + 1e-6:
             raise IntegrityError(f"leads by {self._lead} of {self._touched} chunks")
-
-    def __repr__(self) -> str:
-        decides = "LRU decides" if self.lru_decides else "what was learned decides"
-        return f"<LruFloor: {decides}, leads by {self._lead:.0f} of {self._touched:.0f} chunks>"
 
 
 BINS = 48
@@ -178,10 +178,10 @@ BINS_PER_OCTAVE = 3
 _LABELS = len(Label)
 _CLASSES = 1 + 3 * _LABELS
 _UNDER_WAY = _CLASSES
-"""List c has the chunks of class c whose request has finished, list _UNDER_WAY + c the others."""
+"""List c has the chunks of class c, list _UNDER_WAY + c those of them with unfinished requests."""
 _LISTS = 2 * _CLASSES - 1
 _WIDTH = 1 + BINS
-"""Counts of one class: touches, then next uses by age. What class 0 counts is ignored."""
+"""Counts of one class: touches, then next uses by age. The counts of class 0 are not used."""
 
 _EDGES = 2 ** (np.arange(BINS + 1) / BINS_PER_OCTAVE) - 1
 _SECONDS = np.diff(_EDGES)
@@ -189,8 +189,8 @@ _BEFORE = np.tri(BINS, BINS, -1, dtype=bool)  # [age, x]: x < age
 
 _End = tuple[float, int, int, bool, int]
 """A run at an end of a list: gain, stamp, list, whether it is the hot end, a slot of the run."""
-_Passed = dict[tuple[int, bool], int | None]
-"""List, whether it is the hot end -> the last slot from there that may not go, if any."""
+_Skipped = dict[tuple[int, bool], int | None]
+"""List, whether it is the hot end -> the last slot from there that may not be evicted, or None."""
 
 
 def _class(seen: int, label: int) -> int:
@@ -199,7 +199,7 @@ def _class(seen: int, label: int) -> int:
 
 _SEEN_AND_LABEL = ((0, Label.NONE), *((seen, label) for seen in (1, 2, 3) for label in Label))
 
-# By list, 0 being none:
+# By list; 0 is none:
 _CLASS_OF = (0, *range(1, _CLASSES), *range(_CLASSES))
 _INTO_UNDER_WAY = tuple(_UNDER_WAY + chunk_class for chunk_class in _CLASS_OF)
 _INTO_USED = tuple(
@@ -209,12 +209,12 @@ _INTO_USED = tuple(
 
 
 def age_bin(age: float) -> int:
-    """The bin of an age in seconds."""
+    """Return the bin of an age in seconds."""
     return min(BINS - 1, int(BINS_PER_OCTAVE * log2(1 + max(0.0, age))))
 
 
 def gains(touches: float, next_uses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Most hits a second that a chunk can still bring, by age bin. The formula is at the top.
+    """Return the gain by age bin; the formula is in the module's docstring.
 
     Args:
         touches: above 0.
@@ -222,33 +222,33 @@ def gains(touches: float, next_uses: npt.NDArray[np.float64]) -> npt.NDArray[np.
     """
     hits = next_uses / touches
     unused = np.maximum(0.001, 1 - np.concatenate(([0.0], np.cumsum(hits))))
-    held = (unused[:-1] + unused[1:]) / 2 * _SECONDS
+    kept_seconds = (unused[:-1] + unused[1:]) / 2 * _SECONDS
     hits_until = np.concatenate(([0.0], np.cumsum(hits)))
-    held_until = np.concatenate(([0.0], np.cumsum(held)))
+    seconds_until = np.concatenate(([0.0], np.cumsum(kept_seconds)))
     hits_between = hits_until[None, 1:] - hits_until[:-1, None]  # [age, x]
-    held_between = held_until[None, 1:] - held_until[:-1, None]
-    rates = np.divide(hits_between, held_between, where=~_BEFORE, out=np.zeros((BINS, BINS)))
+    seconds_between = seconds_until[None, 1:] - seconds_until[:-1, None]
+    rates = np.divide(hits_between, seconds_between, where=~_BEFORE, out=np.zeros((BINS, BINS)))
     best: npt.NDArray[np.float64] = rates.max(axis=1)
     return best
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """Those of smallest gain go first. The module's docstring says what that is."""
+    """Evicts the chunks of smallest gain first; the module's docstring explains the gain."""
 
     lists = _LISTS
     min_touches: ClassVar[int] = 200
-    """A class of fewer has a gain that falls with age, and only its oldest run is considered."""
+    """A class with fewer has a gain that falls with age; only its oldest run is considered."""
     requests_per_lesson: ClassVar[int] = 100
-    """Gains are computed anew every so many finished requests."""
+    """Gains are recomputed after so many finished requests."""
     requests_per_decay: ClassVar[int] = 1000
-    """Counts are multiplied by 0.9 every so many finished requests."""
+    """Counts are multiplied by 0.9 after so many finished requests."""
     first_requests: ClassVar[int] = 300
-    """LRU decides until so many have finished."""
+    """LRU decides until so many requests have finished."""
 
     def __init__(self, num_slots: int, key_of: KeyOf, ghosts: Ghosts) -> None:
         super().__init__(num_slots, key_of, ghosts)
         self._used = np.zeros(8 * num_slots, np.uint8).data.cast("d")  # last touch, s, by slot
-        self._is_new = bytearray(num_slots)  # by slot: no finished request has found it there
+        self._is_new = bytearray(num_slots)  # by slot: not touched since the chunk was inserted
         self._floor = LruFloor(self.first_requests)
         self._now = 0.0
         self._requests = 0
@@ -256,16 +256,16 @@ class AdaptivePolicy(EvictionPolicy):
         self._counts = memoryview(self._table.reshape(-1).view(np.uint8).data).cast("d")
         self._gain_table = np.zeros((_CLASSES, BINS))
         self._gains = memoryview(self._gain_table.reshape(-1).view(np.uint8).data).cast("d")
-        self._known = [False] * _CLASSES  # whether there were min_touches
+        self._has_min_touches = [False] * _CLASSES
         self._due: list[int] = []  # classes whose gains are to be computed
 
     def clear(self) -> None:
         """See EvictionPolicy."""
         super().clear()
-        self._run_starts: dict[int, int] = {}  # list -> where its newest run probably starts
+        self._run_starts: dict[int, int] = {}  # list -> where its newest run starts, as a hint
 
     def insert_all(self, slots: Sequence[int], now: float) -> None:
-        """See EvictionPolicy. A chunk whose ghost is known is of its class."""
+        """See EvictionPolicy. A chunk with a ghost gets the ghost's class."""
         self._now = now
         take, key_of, into = self.ghosts.take, self.key_of, [_UNDER_WAY] * len(slots)
         for position, slot in enumerate(slots):
@@ -291,7 +291,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._now = now
         self._unreserve(slots)
         used, is_new, counts, into = self._used, self._is_new, self._counts, _INTO_USED[label]
-        alike = Counter(
+        same_history = Counter(
             zip(
                 map(self._slots.where, slots),
                 map(used.__getitem__, slots),
@@ -302,7 +302,7 @@ class AdaptivePolicy(EvictionPolicy):
         for slot in slots:
             used[slot] = now
             is_new[slot] = 0
-        for (which, last, new), count in alike.items():
+        for (which, last, new), count in same_history.items():
             chunk_class = _CLASS_OF[which]
             counts[into[which] * _WIDTH] += count
             counts[chunk_class * _WIDTH + 1 + age_bin(now - last)] += count
@@ -319,7 +319,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._due = list(range(1, _CLASSES))
 
     def relabel_all(self, slots: Sequence[int], label: Label) -> None:
-        """See EvictionPolicy. Chunks that were used or pinned since keep their label."""
+        """See EvictionPolicy. Chunks used or pinned since then keep their label."""
         lists, counts, moved = self._slots, self._counts, dict[int, list[int]]()
         run = lists.stamp(slots[0]) >> POSITION_BITS if slots else 0
         for slot in slots:
@@ -343,39 +343,39 @@ class AdaptivePolicy(EvictionPolicy):
         """See EvictionPolicy."""
         self._now = now
         lists, chosen = self._slots, list[int]()
-        passed = _Passed()
+        skipped = _Skipped()
         ends = [
             end
             for which in range(1, _LISTS + 1)
             if lists.size(which)
             for hot in (False, True)
-            if (end := self._end(which, hot, may_evict, passed)) is not None
+            if (end := self._end(which, hot, may_evict, skipped)) is not None
         ]
         heapify(ends)
         while ends and len(chosen) < n:
             end = heappop(ends)
-            if lists.where(end[4]) == end[2]:  # not reserved from the list's other end
-                taken = self._take(end, ends[0] if ends else None, n - len(chosen), may_evict)
-                if not taken:  # that start is hotter than all of the run that may go
+            if lists.where(end[4]) == end[2]:  # not yet reserved from the list's other end
+                victims = self._victims(end, ends[0] if ends else None, n - len(chosen), may_evict)
+                if not victims:  # the run's start is hotter than its chunks that may be evicted
                     self._run_starts.pop(end[2], None)
-                lists.remove_all(taken)
-                self._reserved.update(dict.fromkeys(taken, end[2]))
-                chosen += taken
-            following = self._end(end[2], end[3], may_evict, passed)
+                lists.remove_all(victims)
+                self._reserved.update(dict.fromkeys(victims, end[2]))
+                chosen += victims
+            following = self._end(end[2], end[3], may_evict, skipped)
             if following is not None:
                 heappush(ends, following)
         return chosen
 
-    def _end(self, which: int, hot: bool, may_evict: MayEvict, passed: _Passed) -> _End | None:
-        """The run at one end of a list, or None: the first that has a chunk which may go."""
+    def _end(self, which: int, hot: bool, may_evict: MayEvict, skipped: _Skipped) -> _End | None:
+        """Return the first run from one end of a list with a chunk that may be evicted, or None."""
         chunk_class = _CLASS_OF[which]
         if hot and (which >= _UNDER_WAY or not self._is_learned(chunk_class)):
             return None
         walk = self._slots.walk_back if hot else self._slots.walk
-        last = passed.get((which, hot))
+        last = skipped.get((which, hot))
         for slot in walk(which, last):
             if may_evict(slot):
-                passed[which, hot] = last
+                skipped[which, hot] = last
                 stamp = self._slots.stamp(slot)
                 run = stamp >> POSITION_BITS
                 gain = self._gain(chunk_class, self._now - run / TICKS_PER_SECOND)
@@ -389,28 +389,28 @@ class AdaptivePolicy(EvictionPolicy):
         return gain if self._is_learned(chunk_class) else max(gain, 0.3 / (age + 60))
 
     def _is_learned(self, chunk_class: int) -> bool:
-        return self._known[chunk_class] and not self.lru_decides
+        return self._has_min_touches[chunk_class] and not self.lru_decides
 
-    def _take(self, end: _End, limit: _End | None, room: int, may_evict: MayEvict) -> list[int]:
-        """Chunks of a run, deepest first, as long as they go before `limit`."""
+    def _victims(self, end: _End, limit: _End | None, n: int, may_evict: MayEvict) -> list[int]:
+        """Return up to `n` chunks of a run, deepest first, that are evicted before run `limit`."""
         lists, (gain, _, which, hot, slot) = self._slots, end
-        run, taken = lists.stamp(slot) >> POSITION_BITS, list[int]()
-        # Of two runs of the same gain, chunks go in the order of their stamps.
+        run, victims = lists.stamp(slot) >> POSITION_BITS, list[int]()
+        # Of two runs of the same gain, chunks are evicted in the order of their stamps.
         last_stamp = limit[1] if limit is not None and limit[0] == gain and not hot else None
         for chunk in lists.walk_from(self._run_start(which, slot) if hot else slot):
             stamp = lists.stamp(chunk)
-            if len(taken) == room or stamp >> POSITION_BITS != run:
+            if len(victims) == n or stamp >> POSITION_BITS != run:
                 if hot:
                     self._run_starts[which] = chunk
                 break
             if last_stamp is not None and stamp > last_stamp:
                 break
             if may_evict(chunk):
-                taken.append(chunk)
-        return taken
+                victims.append(chunk)
+        return victims
 
     def _run_start(self, which: int, slot: int) -> int:
-        """The deepest chunk of a run of which `slot` is another."""
+        """Return the deepest chunk of the run of `slot`."""
         lists, run = self._slots, self._slots.stamp(slot) >> POSITION_BITS
         start = self._run_starts.get(which, slot)
         if lists.where(start) != which or lists.stamp(start) >> POSITION_BITS != run:
@@ -422,15 +422,15 @@ class AdaptivePolicy(EvictionPolicy):
         return start
 
     def learn(self) -> bool:
-        """Compute the gains of one class, in some 0.1 ms; whether more is due."""
+        """Compute the gains of one class, in some 0.1 ms; returns whether more are due."""
         if self._due:
             chunk_class = self._due.pop()
             touches, next_uses = self._table[chunk_class, 0], self._table[chunk_class, 1:]
             if touches > 0:
                 self._gain_table[chunk_class] = gains(touches, next_uses)
-            self._known[chunk_class] = bool(touches >= self.min_touches)
-            if chunk_class <= _LABELS:  # seen once
-                once = self._gain_table[1 : 1 + _LABELS][self._known[1 : 1 + _LABELS]]
+            self._has_min_touches[chunk_class] = bool(touches >= self.min_touches)
+            if chunk_class <= _LABELS:  # touched once
+                once = self._gain_table[1 : 1 + _LABELS][self._has_min_touches[1 : 1 + _LABELS]]
                 self._gain_table[0] = once.max(axis=0, initial=0.0)
         return bool(self._due)
 
@@ -447,7 +447,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     @property
     def lru_decides(self) -> bool:
-        """Whether LRU decides now."""
+        """See `LruFloor`."""
         return self._floor.lru_decides
 
     @property
@@ -456,7 +456,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._table.nbytes + self._gain_table.nbytes
 
     def check_integrity(self) -> None:
-        """See EvictionPolicy; counts and gains are no negative numbers."""
+        """See EvictionPolicy; counts and gains must be finite and not negative."""
         super().check_integrity()
         self._floor.check_integrity()
         for table in (self._table, self._gain_table):
@@ -465,4 +465,4 @@ class AdaptivePolicy(EvictionPolicy):
 
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"adaptive": AdaptivePolicy, "lru": LruPolicy}
-"""By the name that the configuration uses."""
+"""By the name in the configuration."""

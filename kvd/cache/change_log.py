@@ -1,7 +1,7 @@
-"""The one writer of a directory's ring of changes (format: `kvd_proto.changes`).
+"""Writes a directory's ring of changes (format: `kvd_proto.changes`).
 
-`DirectoryWriter` and `TierTable` call it after they have written, and nobody else does. Nothing
-waits for readers: the ring is overwritten when it is full.
+Only `DirectoryWriter` and `TierTable` call it, after their own writes. When the ring is full, the
+oldest changes are overwritten, whether or not they were read.
 """
 
 from time import monotonic_ns
@@ -25,7 +25,7 @@ CHANGE_DTYPE = np.dtype(
 
 
 class ChangeLog(ChangesView):
-    """Writes the ring of a directory whose memory is all zero but for its header.
+    """Writes the ring of a new directory: all zero but its header.
 
     Args:
         whole: the directory.
@@ -37,7 +37,7 @@ class ChangeLog(ChangesView):
         self._mask = header.change_capacity - 1
         self._last = 0
 
-    def write(  # noqa: PLR0917 a change has these parts
+    def write(  # noqa: PLR0917  # the parts of a change
         self,
         kind: int,
         generation: int = 0,
@@ -47,30 +47,30 @@ class ChangeLog(ChangesView):
         group: int = 0,
         key: bytes = b"",
     ) -> None:
-        """Tell readers of a change that the directory shows already."""
-        before = self._last
-        self._last = number = before + 1
-        at = (before & self._mask) * CHANGE_BYTES
+        """Append a change that the directory shows already."""
+        previous = self._last
+        self._last = number = previous + 1
+        at = (previous & self._mask) * CHANGE_BYTES
         now = monotonic_ns()
         _PACK(self._ring, at, number, now, generation, slot, first, count, group, kind, key)
         self._head[0] = number
 
     def newest(self) -> npt.NDArray[np.void]:
-        """What the ring holds, the oldest change first: a copy, of `CHANGE_DTYPE`."""
-        held = min(self._last, self.capacity)
-        numbers = np.arange(self._last - held, self._last) & self._mask
-        found: npt.NDArray[np.void] = np.frombuffer(self._ring, CHANGE_DTYPE)[numbers]
-        return found
+        """Return a copy of the ring's changes, the oldest first, of `CHANGE_DTYPE`."""
+        count = min(self._last, self.capacity)
+        places = np.arange(self._last - count, self._last) & self._mask
+        changes: npt.NDArray[np.void] = np.frombuffer(self._ring, CHANGE_DTYPE)[places]
+        return changes
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where the ring is not what was written."""
-        held = self.newest()
+        """Raise IntegrityError if the ring is not what was written."""
+        changes = self.newest()
         if self.head != self._last:
-            raise IntegrityError(f"{self._last} changes were written: {self!r}")
-        numbers = np.arange(self._last - len(held) + 1, self._last + 1)
-        kinds = (held["kind"] >= ChangeKind.READY) & (held["kind"] <= ChangeKind.TIERS)
-        named = (held["key_len"] > 0) == ~np.isin(held["kind"], _WITHOUT_KEY)
-        if not ((held["number"] == numbers) & kinds & named).all():
-            raise IntegrityError(f"a change is not where it belongs, or has no key: {self!r}")
-        if (held["time"][1:] < held["time"][:-1]).any():
-            raise IntegrityError(f"a change is older than the one before it: {self!r}")
+            raise IntegrityError(f"{self._last} changes were written, head is {self.head}")
+        numbers = np.arange(self._last - len(changes) + 1, self._last + 1)
+        kinds = (changes["kind"] >= ChangeKind.READY) & (changes["kind"] <= ChangeKind.TIERS)
+        keyed = (changes["key_len"] > 0) == ~np.isin(changes["kind"], _WITHOUT_KEY)
+        if not ((changes["number"] == numbers) & kinds & keyed).all():
+            raise IntegrityError(f"of changes up to {self._last} one is misplaced or has no key")
+        if (changes["time"][1:] < changes["time"][:-1]).any():
+            raise IntegrityError(f"changes up to {self._last} are not in order of time")

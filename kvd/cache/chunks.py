@@ -1,20 +1,19 @@
 """The chunk table: every decision about the chunks of one namespace.
 
-It and its parts are the only writers of its directory. The states of a slot::
+It and its parts are the only writers of the namespace's directory. The states of a slot::
 
-    FREE -> WRITING     `stores.begin`: the scheduler's step gives a slot that is on loan to a key
-    READY -> WRITING    the same, where the slot holds a chunk: that one is evicted
-    FREE -> WRITING     `promotions.begin`: a tier fills it
-    WRITING -> READY    `stores.share_done`, with the last rank that was expected; `promotions.done`
-    WRITING -> DRAINING a share failed, the store was dropped, the deadline passed, the session is
-                        gone, reset; `promotions.give_up`
-    DRAINING -> FREE    revoked: the lanes, or the tier, have nothing under way there
-    READY -> FREE       evicted, reset, or stored anew with more blocks. A reset chunk is not
-                        found any more, and leaves its slot by `sweep`; one that is pinned is
-                        doomed, that is, it leaves its slot at the last pin
+    FREE -> WRITING     `stores.begin`: a scheduler's step gives a slot on loan to a key
+    READY -> WRITING    the same for a slot with a chunk, which is evicted
+    FREE -> WRITING     `promotions.begin`: a tier fills the slot
+    WRITING -> READY    `stores.share_done` with the last expected rank; `promotions.done`
+    WRITING -> DRAINING a share failed, the store was dropped, the deadline passed, the session
+                        ended, reset; `promotions.give_up`
+    DRAINING -> FREE    revoked: no lane or tier writes there any more
+    READY -> FREE       evicted, reset, or replaced by a store of more blocks. After a reset `sweep`
+                        frees the slots; a pinned chunk is doomed: its slot is freed with the last
+                        pin
 
-Methods decide first and then act; none of them waits, and none raises for what a
-client may send.
+Methods decide first and then act. None blocks, and none raises for what a client may send.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +34,9 @@ from kvd.pool.pool import Pool
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import LABEL_ONLY, Label, ResetDone
 
-PIECE_SLOTS = 512  # a few milliseconds where every one of them holds a chunk
+PIECE_SLOTS = 512  # for one call of `sweep`: a few milliseconds if each holds a chunk
+EMPTY_PIECES = 64  # pieces without a chunk that one call of `sweep` skips at most
 GHOSTS_PER_SLOT = 2
-EMPTY_PIECES = 64  # so many that hold none are looked at in one go
 _LABELS = {int(label): label for label in Label}
 
 
@@ -45,23 +44,22 @@ class ChunkTable:
     """The chunks of one namespace.
 
     Args:
-        directory: a new directory with one slot for each of the geometry's.
+        directory: a new directory with the geometry's number of slots.
         geometry: the namespace's grid in the pool.
-        pool: where its room comes from.
-        policy: a name in `POLICIES`.
-        model: whose quota counts; empty where none does.
-        elsewhere: whether another namespace has a key.
-        forecasts: whether a miss-ratio curve is kept.
+        pool: gives columns of slots.
+        policy: of eviction, a name in `POLICIES`.
+        model: whose quota applies; empty: none.
+        elsewhere: tells whether another namespace has a key.
+        forecasts: keep a miss-ratio curve.
 
     Attributes:
-        stamps: of the last uses, by slot, in the ledger where there is one: the next daemon
-            knows them.
-        ghosts: keys of chunks that have left memory.
-        lending: which of its slots schedulers have ahead of need.
-        descriptions: those of its chunks.
-        stores, promotions, loads: what begins and ends them.
-        misses: why keys were missed.
-        curve: what other sizes of the pool would bring; None where none is kept.
+        stamps: of the last use of each slot; in the ledger, if any, for the next daemon.
+        ghosts: of chunks that have left memory.
+        lending: lends slots to schedulers.
+        descriptions: of the chunks.
+        stores, promotions, loads: begin and end these.
+        misses: counts missed keys by reason.
+        curve: the hit ratio of other pool sizes; None without `forecasts`.
     """
 
     def __init__(
@@ -94,19 +92,19 @@ class ChunkTable:
         self.curve = MissCurve(geometry.num_slots) if forecasts else None
 
     def restore(self, chunks: LedgerChunks) -> None:
-        """Take over the chunks of the previous daemon, into a table that is new.
+        """Take over the previous daemon's chunks into a new table.
 
         Raises:
-            LedgerDamaged: they contradict each other.
-            IntegrityError: they lie where another namespace's do.
+            LedgerDamaged: the chunks contradict each other.
+            IntegrityError: another namespace owns some of their bytes.
         """
         geometry = self.space.geometry
-        masks = (
+        ranks_done = (
             np.uint64(1) << (chunks.slots % geometry.world_size).astype(np.uint64)
             if geometry.replicated
             else np.full(len(chunks), geometry.writers(0), np.uint64)
         )
-        self.directory.restore(chunks, masks)
+        self.directory.restore(chunks, ranks_done)
         self._pool.restore(self.space, chunks.slots, int(chunks.stamps.max(initial=0)))
         self.slots.policy.restore(chunks.slots, self.stamps[chunks.slots] / 1e6)
         self.counts.restored = len(chunks)
@@ -114,100 +112,93 @@ class ChunkTable:
     # ---------------------------------------------------------------- requests
 
     def finish_request(self, keys: Sequence[bytes], prompt: int, label: int, now: float) -> None:
-        """A request with these keys has finished, or gets its label after that.
+        """Process a request that has finished, or a label for one that finished before.
 
         Args:
-            keys: of its chunks, its head first.
-            prompt: how many of them are its prompt's.
-            label: as `Step.labels` has it; one that is not known is none.
+            keys: of its chunks, the prompt's head first.
+            prompt: how many of them are the prompt's.
+            label: a byte of `Step.labels`; an unknown label counts as NONE.
             now: seconds.
         """
-        known = _LABELS.get(label & ~LABEL_ONLY, Label.NONE)
+        request_label = _LABELS.get(label & ~LABEL_ONLY, Label.NONE)
         if label & LABEL_ONLY:
-            self.loads.relabel(keys, known)
+            self.loads.relabel(keys, request_label)
             return
         if self.curve is not None:
             self.curve.record(keys, prompt)
-        self.loads.refresh(keys, now, known)
+        self.loads.refresh(keys, now, request_label)
 
     def learn(self) -> bool:
-        """Do a piece of what the policy and the miss-ratio curve learn; whether more is due."""
+        """Do one piece of background work for policy and curve; returns whether more is due."""
         return self.slots.policy.learn() or (self.curve is not None and self.curve.tidy())
 
     # --------------------------------------------------------------- demotions
 
     def queue_demotions(self, *, ready: bool, asked: bool) -> None:
-        """From now on note what is to go down: what becomes READY, or what is asked for."""
+        """Queue chunks for tiers from now on: those that become READY, or that are asked for."""
         self.uses.demotion_queues = (
             DemotionQueues(self.directory, ready=ready, asked=asked) if ready or asked else None
         )
 
     @property
     def on_ready(self) -> DemotionQueue | None:
-        """Chunks that have become READY, to go down; None where no tier wants them."""
-        demotion_queues = self.uses.demotion_queues
-        return demotion_queues.on_ready if demotion_queues is not None else None
+        """Chunks to demote because they became READY; None if no tier keeps all chunks."""
+        queues = self.uses.demotion_queues
+        return queues.on_ready if queues is not None else None
 
     @property
     def on_asked(self) -> DemotionQueue | None:
-        """Chunks that have been asked for, to go down; None where no tier wants them."""
-        demotion_queues = self.uses.demotion_queues
-        return demotion_queues.on_asked if demotion_queues is not None else None
+        """Chunks to demote because they were asked for; None if no tier keeps only these."""
+        queues = self.uses.demotion_queues
+        return queues.on_asked if queues is not None else None
 
-    # ------------------------------------------------------------- ends of things
+    # ------------------------------------------- deadlines, owners, resets, removal
 
     def expire(self, now: float) -> Refs:
-        """End the leases and give up the stores whose deadline has come; slots to be revoked."""
+        """End leases and give up stores at their deadlines; returns the stores to be revoked."""
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)
-        leases, unpinned = self.slots.leases.expire(now)
-        self.counts.leases_expired += leases
-        self.slots.unpinned(unpinned)
+        num_expired, unpinned = self.slots.leases.expire(now)
+        self.counts.leases_expired += num_expired
+        self.slots.free_unpinned(unpinned)
         return self.slots.give_up(late)
 
     def drop_owner(self, owner: int) -> Refs:
-        """An owner is gone: its leases and loans end, what it was writing is given up.
-
-        Returns:
-            What it was writing, to be revoked.
-        """
+        """End an owner's leases and loans, and give up its stores; returns these, to be revoked."""
         owned_by = self.directory.owner
-        self.slots.unpinned(self.slots.leases.drop_owner(owner))
+        self.slots.free_unpinned(self.slots.leases.drop_owner(owner))
         self.lending.end_loans(owner)
         return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
     def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
-        """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
+        """Drop every chunk: no lookup finds it from now on, and neither does the next daemon.
 
-        What tiers keep is not known any more either. Slots are freed by `sweep`; those that are
-        pinned go when their leases end. What was offered and not stored yet keeps its count.
+        Entries of the tier table become invalid, too. `sweep` frees the slots; pinned ones are
+        freed when their leases end. Schedulers' counts of offers are not reset.
 
         Returns:
-            How many go now and how many when their leases end, and the slots to be revoked.
+            The reply, and the chunks that were being written, to be revoked.
         """
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self.slots.give_up(list(self.slots.tickets))
-        self.lending.end_all_loans()  # with their generations no chunk would be found any more
-        gone, kept = self.slots.forget()
+        self.lending.end_all_loans()  # the floor will be above the loans' generations
+        num_forgotten, num_doomed = self.slots.forget()
         if by_operator:
-            self.counts.removed += gone + kept
+            self.counts.removed += num_forgotten + num_doomed
         else:
-            self.counts.reset += gone + kept
-        return ResetDone(dropped=gone + len(writing), deferred=kept), writing
+            self.counts.reset += num_forgotten + num_doomed
+        return ResetDone(dropped=num_forgotten + len(writing), deferred=num_doomed), writing
 
     def sweep(self) -> None:
-        """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most.
-
-        And some of the tier table's places.
-        """
+        """Free some slots and tier table entries that a reset dropped: a few milliseconds."""
         if self.directory.tiers is not None:
             self.directory.tiers.sweep()
         for _ in range(EMPTY_PIECES):
             slots = self.slots.take_forgotten(PIECE_SLOTS)
-            self._remember_reset(slots)
-            self.slots.leave(slots)
+            self._add_reset_ghosts(slots)
+            self.slots.free_or_doom(slots)
             if slots:
                 break
         if not self.slots.forgotten:
@@ -215,52 +206,49 @@ class ChunkTable:
 
     @property
     def is_swept(self) -> bool:
-        """Nothing is left to do for `sweep`."""
+        """Whether `sweep` has nothing left to do."""
         tiers = self.directory.tiers
         return not self.slots.forgotten and (tiers is None or tiers.is_swept)
 
     def remove(self, first: int, count: int, unused_for: float) -> int:
-        """Drop the chunks in `count` slots from `first` on that were of no use for so many seconds.
-
-        None that is pinned. How many went.
-        """
+        """Drop unpinned chunks in `count` slots from `first` on, unused for so long; how many."""
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]
         slots = np.array(slots, np.int64)[self.uses.ages(slots) >= unused_for].tolist()
         self.slots.end_loans(slots)
         self.counts.removed += len(slots)
-        self._remember(slots, GhostCause.REMOVED)
+        self._add_ghosts(slots, GhostCause.REMOVED)
         return self.slots.drop(slots)[0]
 
-    def _remember_reset(self, slots: list[int]) -> None:
-        """Keep the keys of chunks that a reset has dropped, unless they are here anew."""
+    def _add_reset_ghosts(self, slots: list[int]) -> None:
+        """Add ghosts of chunks that a reset has dropped, unless their keys are in memory again."""
         find, key = self.directory.find, self.directory.key
-        self._remember([slot for slot in slots if find(key(slot)) < 0], GhostCause.RESET)
+        self._add_ghosts([slot for slot in slots if find(key(slot)) < 0], GhostCause.RESET)
 
-    def _remember(self, slots: list[int], cause: GhostCause) -> None:
-        """Keep the keys of READY chunks that leave, and why."""
+    def _add_ghosts(self, slots: list[int], cause: GhostCause) -> None:
+        """Add ghosts of READY chunks that are dropped."""
         now, key = self.uses.now, self.directory.key
         for slot, age in zip(slots, self.uses.ages(slots).tolist(), strict=True):
             self.ghosts.add(key(slot), cause, now, used=now - age)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pool that the namespace owns, used or not."""
+        """Bytes of the pool that the namespace owns, with free slots."""
         return self._pool.held_bytes(self.space)
 
     def release_empty_columns(self) -> None:
-        """Release the room that holds no chunk to other namespaces."""
+        """Release the columns without a used slot."""
         self._pool.release_empty_columns(self.space)
 
     # ------------------------------------------------------------ for the pool
 
     def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
+        """Return the slots that cannot be freed: pinned, being written, draining."""
         return self.slots.busy()
 
     def yield_slots(self, slots: list[int]) -> None:
-        """Evict these unpinned chunks and end these loans: another namespace needs the room."""
+        """Evict these unpinned chunks and end the slots' loans: another namespace takes them."""
         self.slots.end_loans(slots)
         ready = [slot for slot in slots if self.directory.state(slot) == SlotState.READY]
         current = [slot for slot in ready if slot in self.slots.policy]
@@ -269,16 +257,13 @@ class ChunkTable:
             self.counts.eviction_age.observe_all(self.uses.ages(current))
             self.counts.yielded += len(current)
             self.slots.policy.evict(current, self.uses.now)
-            self.slots.leave(current)
-        self._remember_reset(forgotten)
+            self.slots.free_or_doom(current)
+        self._add_reset_ghosts(forgotten)
         self.slots.drop(forgotten)
 
     # -------------------------------------------------------------- inspection
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where slots or counters contradict each other."""
+        """Raise IntegrityError if slots or counters contradict each other."""
         self.slots.check_integrity()
         self.counts.check_integrity()
-
-    def __repr__(self) -> str:
-        return f"<ChunkTable {self.directory.header.namespace.hex()[:8]} {self.slots!r}>"

@@ -1,12 +1,9 @@
-"""The one writer of a directory (format: `kvd_proto.directory`).
+"""Writes a directory (format: `kvd_proto.directory`), its ring of changes and its ledger.
 
-It keeps no second copy of anything: the shared memory is the truth. Batches are
-loops over local names, because a store of a thousand keys must not hold up the
-broker for more than a few milliseconds.
-
-What the next daemon may believe is in the ledger (`kvd.cache.ledger`), and what changes for
-lookups in the ring of changes (`kvd.cache.change_log`). Both are written here and nowhere else,
-so that no way to free a slot can leave them out.
+The shared memory is the only copy of a slot's state. Only this module writes the ledger's records
+(`kvd.cache.ledger`) and the changes of chunks in memory (`kvd.cache.change_log`), so that no path
+can free a slot without them. Batches are loops over local names, because a store of a thousand keys
+must not block the broker for more than a few milliseconds.
 """
 
 import struct
@@ -54,36 +51,33 @@ _NOW_READY, _REMOVED = int(ChangeKind.READY), int(ChangeKind.REMOVED)
 
 
 Blocks: TypeAlias = tuple[int, int]
-"""The first of some blocks of a chunk, and how many they are."""
+"""Consecutive blocks of a chunk: the first, and the count."""
 
 Refs: TypeAlias = list[tuple[int, int]]
-"""Slots, each with the generation that is meant."""
+"""References to chunks: slot and generation."""
 
 
-def covers(held: Blocks, needed: Blocks) -> bool:
-    """Whether all blocks that are needed are held."""
-    return held[0] <= needed[0] and needed[0] + needed[1] <= held[0] + held[1]
+def covers(blocks: Blocks, part: Blocks) -> bool:
+    """Whether `blocks` include all of `part`."""
+    return blocks[0] <= part[0] and part[0] + part[1] <= blocks[0] + blocks[1]
 
 
 def directory_bytes(num_slots: int) -> int:
-    """Size in bytes of the directory of `num_slots` slots."""
+    """Return the size in bytes of a directory of `num_slots` slots."""
     return DirectoryHeader.plan(num_slots, bytes(16), bytes(16)).total_bytes
 
 
 class DirectoryWriter(DirectoryView):
-    """Reads and writes a directory; there is one writer for each.
-
-    It is made in memory that is all zero; only the first page is touched.
+    """Makes, reads and writes a directory; each directory has one writer.
 
     Args:
-        buffer: the memory.
+        buffer: memory that is all zero; only its first page is touched.
         header: of the new directory.
-        ledger: where READY chunks are kept for the next daemon, if anywhere.
-        generation_base: generations given from now on are greater; no daemon before this
-            one gave a greater one.
+        ledger: records READY chunks for the next daemon; None: they are not recorded.
+        generation_base: new generations are greater; no earlier daemon gave a greater one.
 
     Raises:
-        DirectoryError: the buffer is too small or cannot be written.
+        DirectoryError: the buffer is too small or read-only.
     """
 
     def __init__(
@@ -112,41 +106,41 @@ class DirectoryWriter(DirectoryView):
         self._quarters = self._records.cast("I")
 
     def state(self, slot: int) -> int:
-        """The slot's `SlotState` as a plain number."""
+        """Return the slot's `SlotState` as a plain number."""
         return self._records[slot * RECORD_BYTES + _STATE]
 
     def generation(self, slot: int) -> int:
-        """The slot's generation."""
+        """Return the slot's generation."""
         return self._words[slot * _WORDS]
 
     def generations(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-        """Generations of slots: [n]."""
+        """Return the generations of slots: [n]."""
         result: npt.NDArray[np.uint64] = self._columns["generation"][slots]
         return result
 
     def owner(self, slot: int) -> int:
-        """The session that wrote the slot, or writes it."""
+        """Return the session that wrote the slot, or writes it."""
         return self._quarters[slot * _QUARTERS + _OWNER]
 
     def ranks_done(self, slot: int) -> int:
-        """The ranks whose shares are there, as a bit mask."""
+        """Return the ranks whose shares are in the pool, as a bit mask."""
         return self._words[slot * _WORDS + _RANKS_DONE]
 
     def slots_in(self, state: SlotState, first: int = 0, count: int | None = None) -> list[int]:
-        """The slots in this state, of all or of `count` from `first` on, ascending."""
+        """Return the slots in this state, of all or of `count` from `first` on, ascending."""
         states = self._columns["state"][first : None if count is None else first + count]
         return (np.flatnonzero(states == state) + first).tolist()
 
     @property
     def floor(self) -> int:
-        """Chunks of this generation or a lower one were forgotten."""
+        """Chunks of this generation and lower ones are forgotten."""
         return self._floor[0]
 
     def forget(self) -> None:
-        """Nothing that is here counts any more, for readers at once and for the next daemon.
+        """Forget all chunks: for readers at once, and for the next daemon.
 
-        One store here and one in the ledger: it takes as long for ten chunks as for ten million.
-        No chunk is WRITING. Records and index entries stay until the slots are freed.
+        One store here and one in the ledger, whatever the number of chunks. No chunk may be
+        WRITING. Records and index entries stay until the slots are freed.
         """
         if self.ledger is not None:
             self.ledger.forget(self._highest)
@@ -154,14 +148,14 @@ class DirectoryWriter(DirectoryView):
         self.changes.write(ChangeKind.CLEARED, self._highest)
 
     def forgotten_slots(self, first: int, count: int) -> list[int]:
-        """The READY slots among `count` from `first` on whose chunks do not count, ascending."""
-        part = slice(first, first + count)
-        ready = self._columns["state"][part] == SlotState.READY
-        old = self._columns["generation"][part] <= np.uint64(self.floor)
-        return (np.flatnonzero(ready & old) + first).tolist()
+        """Return the READY slots of forgotten chunks, of `count` from `first` on, ascending."""
+        slots = slice(first, first + count)
+        ready = self._columns["state"][slots] == SlotState.READY
+        forgotten = self._columns["generation"][slots] <= np.uint64(self.floor)
+        return (np.flatnonzero(ready & forgotten) + first).tolist()
 
     def key(self, slot: int) -> bytes:
-        """The key of the chunk that is or was last in the slot."""
+        """Return the key of the slot's present or last chunk."""
         length, padded = _READ_KEY(self._records, slot * RECORD_BYTES + _KEY_LEN)
         return bytes(padded[:length])
 
@@ -170,33 +164,29 @@ class DirectoryWriter(DirectoryView):
         self._records[slot * RECORD_BYTES + _STATE] = state
 
     def blocks(self, slot: int) -> Blocks:
-        """The blocks of a READY chunk that hold bytes on every rank."""
+        """Return the blocks of a READY chunk that every rank's share has."""
         at = slot * _HALVES + _BLOCKS
         first, count = self._halves[at : at + 2]
         return first, count
 
     def lend(self, slots: Sequence[int]) -> list[int]:
-        """Mark FREE or READY slots as being on loan.
-
-        Returns:
-            The generation that each has once it is given to a key.
-        """
+        """Mark FREE or READY slots as on loan, and return their generations once given to keys."""
         quarters, generations = self._quarters, self._next_generations(len(slots))
         for slot, generation in zip(slots, generations, strict=True):
             quarters[slot * _QUARTERS + _LOAN] = loan_number(generation)
         return generations
 
     def end_loans(self, slots: Iterable[int]) -> None:
-        """These are on loan no longer: what uses them now is too late."""
+        """Mark slots as not on loan."""
         for slot in slots:
             self._quarters[slot * _QUARTERS + _LOAN] = 0
 
     def loan(self, slot: int) -> int:
-        """The number of the slot's loan; 0 where it is not on loan."""
+        """Return the number of the slot's loan; 0: it is not on loan."""
         return self._quarters[slot * _QUARTERS + _LOAN]
 
     def _next_generations(self, n: int) -> list[int]:
-        """Generations that no slot has had; their low 32 bits, which name loans, are not 0."""
+        """Return `n` new generations; their low 32 bits, which number loans, are not 0."""
         first = self._highest + 1
         if (first + n) >> 32 != first - 1 >> 32:
             first = (first + n >> 32 << 32) + 1
@@ -204,26 +194,26 @@ class DirectoryWriter(DirectoryView):
         return list(range(first, first + n))
 
     def ready(self, slots: Sequence[int], generations: Sequence[int]) -> list[int]:
-        """Those of these slots, any numbers, whose chunks are READY with these generations."""
-        found, records, num_slots, floor = [], self._records, self.num_slots, self.floor
-        for slot, wanted in zip(slots, generations, strict=True):
+        """Return the slots whose chunks are READY with these generations; any number is valid."""
+        ready, records, num_slots, floor = [], self._records, self.num_slots, self.floor
+        for slot, generation in zip(slots, generations, strict=True):
             if slot < num_slots:
-                generation, state = READ_STATE(records, slot * RECORD_BYTES)
-                if generation == wanted > floor and state == _READY:
-                    found.append(slot)
-        return found
+                current, state = READ_STATE(records, slot * RECORD_BYTES)
+                if current == generation > floor and state == _READY:
+                    ready.append(slot)
+        return ready
 
     def place(self, key: bytes, slot: int, owner: int, generation: int | None = None) -> bool:
-        """FREE -> WRITING: give a slot to a key of 1 to 48 bytes that is not here.
+        """FREE -> WRITING: give a slot to a key that the index does not have.
 
         Args:
-            key: the chunk's.
-            slot: one that holds nothing; its loan ends.
-            owner: who writes it.
-            generation: under which it was lent; None: another one, where it was not.
+            key: of 1 to 48 bytes.
+            slot: a FREE one; its loan ends.
+            owner: the session that writes it, or `TIER_OWNER`.
+            generation: under which the slot was lent; None: it was not lent, take a new one.
 
         Returns:
-            False where the index has no room near the key's home: the slot is as before.
+            False: the index has no empty place near the key's home; nothing changed.
         """
         index, mask = self._index, self._mask
         hash32 = crc32(key)
@@ -235,8 +225,8 @@ class DirectoryWriter(DirectoryView):
             return False
         if generation is None:
             (generation,) = self._next_generations(1)
-        # Readers of the record believe WRITING only with the generation, which comes first, and
-        # that the slot was not given to the key only when the loan has ended, which comes last.
+        # Order matters to readers: WRITING is valid only with the new generation, so that is
+        # written first; the loan ends last, so that until then the slot still counts as lent.
         base = slot * RECORD_BYTES
         records, halves = self._records, self._halves
         self._words[slot * _WORDS] = generation
@@ -253,11 +243,11 @@ class DirectoryWriter(DirectoryView):
         return True
 
     def free(self, slots: Sequence[int]) -> None:
-        """READY -> FREE: take chunks out of the index."""
+        """READY -> FREE: remove chunks from ledger and index."""
         if self.ledger is not None:
             self.ledger.erase(slots)
         records, words, halves, floor = self._records, self._words, self._halves, self._floor[0]
-        read_key, unindex, tell = _READ_KEY, self._unindex, self.changes.write
+        read_key, unindex, write_change = _READ_KEY, self._unindex, self.changes.write
         for slot in slots:
             base = slot * RECORD_BYTES
             length, padded = read_key(records, base + _KEY_LEN)
@@ -265,15 +255,15 @@ class DirectoryWriter(DirectoryView):
             records[base + _STATE] = _FREE
             unindex(key, slot)
             generation = words[slot * _WORDS]
-            if generation > floor:  # what was forgotten is told of already
+            if generation > floor:  # for forgotten chunks there was a CLEARED
                 at = slot * _HALVES + _BLOCKS
                 first, count, group = halves[at : at + 3]
-                tell(_REMOVED, generation, slot, first, count, group, key)
+                write_change(_REMOVED, generation, slot, first, count, group, key)
 
     def unindex(self, slot: int) -> None:
-        """Take one chunk out of the index: lookups miss it from now on, and after a restart.
+        """Remove a chunk from ledger and index: lookups miss it from now on.
 
-        One that is READY stays so without its key, for those who are reading it.
+        A READY chunk stays READY without its key, for loads that are reading it.
         """
         if self.ledger is not None:
             self.ledger.erase((slot,))
@@ -291,15 +281,15 @@ class DirectoryWriter(DirectoryView):
     def add_share(
         self, slot: int, rank: int, first: int, count: int, group: int
     ) -> tuple[int, int]:
-        """Note that a rank's share is there: blocks first..first + count - 1 of a group.
+        """Record that a rank's share is complete: blocks first..first + count - 1 of a group.
 
-        Shares of different groups have no block in common: groups lay out a slot differently,
-        so a load of another group would read what the slot held before.
+        Shares of different groups have no block in common: groups lay out a slot differently, so a
+        load of another group would read bytes of the chunk before.
 
         Returns:
-            The ranks done, as a bit mask, and how many blocks all of them hold.
+            The ranks done, as a bit mask, and the number of blocks that all their shares have.
         """
-        done = self._words[slot * _WORDS + _RANKS_DONE] | 1 << rank
+        ranks_done = self._words[slot * _WORDS + _RANKS_DONE] | 1 << rank
         at = slot * _HALVES + _BLOCKS
         halves = self._halves
         if halves[at + 1] != NO_SHARE_YET:
@@ -309,11 +299,11 @@ class DirectoryWriter(DirectoryView):
         halves[at] = first
         halves[at + 1] = count
         halves[at + 2] = group
-        self._words[slot * _WORDS + _RANKS_DONE] = done
-        return done, count
+        self._words[slot * _WORDS + _RANKS_DONE] = ranks_done
+        return ranks_done, count
 
     def fill(self, slot: int, ranks: int, first: int, count: int, group: int) -> None:
-        """Note that the shares of all these ranks, a bit mask, are there at once."""
+        """Record that the shares of `ranks`, a bit mask, are complete, all with these blocks."""
         at = slot * _HALVES + _BLOCKS
         self._halves[at] = first
         self._halves[at + 1] = count
@@ -321,20 +311,20 @@ class DirectoryWriter(DirectoryView):
         self._words[slot * _WORDS + _RANKS_DONE] = ranks
 
     def chunk(self, slot: int, generation: int) -> tuple[bytes, int, int, int, int, int] | None:
-        """A chunk that lookups find READY in the slot with this generation; None: it has gone.
+        """Return a chunk if lookups find it READY in the slot with this generation, or None.
 
         Returns:
             Key, slot, generation, first block, count of blocks and group.
         """
-        found, _, _, state, length, first, count, group, _, key = RECORD.unpack_from(
+        current, _, _, state, length, first, count, group, _, key = RECORD.unpack_from(
             self._records, slot * RECORD_BYTES
         )
-        if found != generation or generation <= self._floor[0] or state != _READY or not length:
+        if current != generation or generation <= self._floor[0] or state != _READY or not length:
             return None
         return key[:length], slot, generation, first, count, group
 
     def make_ready(self, slot: int) -> None:
-        """WRITING -> READY: all of the chunk is in the pool."""
+        """WRITING -> READY: all shares of the chunk are in the pool."""
         at = slot * _HALVES + _BLOCKS
         first, count, group = self._halves[at : at + 3]
         generation, key = self._words[slot * _WORDS], self.key(slot)
@@ -344,26 +334,26 @@ class DirectoryWriter(DirectoryView):
         self.changes.write(_NOW_READY, generation, slot, first, count, group, key)
 
     def restore(self, chunks: LedgerChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
-        """Put the chunks of the previous daemon into a directory that is new.
+        """Add the previous daemon's chunks to a new directory, READY with their generations.
 
         Args:
-            chunks: READY from now on, under the generations they had.
-            ranks_done: for every chunk, as a bit mask: [n].
+            chunks: from the ledger.
+            ranks_done: of every chunk, as a bit mask: [n].
 
         Raises:
-            LedgerDamaged: two chunks under one key, or more than the index takes.
+            LedgerDamaged: two chunks have one key, or the index has no place for a chunk.
         """
         head = self.header
         table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
-        slots, kept = chunks.slots, chunks.records
-        self._highest = max(self._highest, int(kept["generation"].max(initial=0)))
+        slots, records = chunks.slots, chunks.records
+        self._highest = max(self._highest, int(records["generation"].max(initial=0)))
         for name in ("generation", "key", "key_len", "first", "count", "group"):
-            table[name][slots] = kept[name]
+            table[name][slots] = records[name]
         table["ranks_done"][slots] = ranks_done
         table["state"][slots] = SlotState.READY
-        # Linear probing all at once: in the order of their homes, each goes to the first place
-        # that is not before its home and behind its forerunner.
-        hashes = kept["hash"]
+        # Linear probing of all entries at once: sorted by home, each entry goes to the first place
+        # that is at or behind its home and behind the entry before.
+        hashes = records["hash"]
         homes = hashes & np.uint32(self._mask)
         order = np.lexsort((hashes, homes))
         homes, hashes, slots = homes[order].astype(np.int64), hashes[order], slots[order]
@@ -387,17 +377,17 @@ class DirectoryWriter(DirectoryView):
     def _refuse_duplicates(
         self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]
     ) -> None:
-        """Equal hashes are neighbours: among those no two keys may be equal."""
+        """Raise LedgerDamaged if two slots have one key; `hashes` are sorted."""
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
-        seen: set[tuple[int, bytes]] = set()
+        keys: set[tuple[int, bytes]] = set()
         for i in np.unique(np.concatenate((same, same + 1))).tolist():
-            name = (int(hashes[i]), self.key(int(slots[i])))
-            if name in seen:
+            key = (int(hashes[i]), self.key(int(slots[i])))
+            if key in keys:
                 raise LedgerDamaged("two chunks have the same key")
-            seen.add(name)
+            keys.add(key)
 
     def release(self) -> None:
-        """Let go of the buffer. Nothing works afterwards."""
+        """Release the buffer. Nothing works afterwards."""
         if self.ledger is not None:
             self.ledger.release()
         self._words.release()
@@ -415,8 +405,8 @@ class DirectoryWriter(DirectoryView):
                 hole = i & mask
                 break
         else:
-            raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
-        # Shift back what the hole would cut off from its home. An entry is copied
+            raise IntegrityError(f"slot {slot} is not in the index")
+        # Shift back entries that the hole would separate from their homes. An entry is copied
         # before its old place is overwritten, so a reader sees it twice or misses it.
         j = hole
         while True:
@@ -434,25 +424,25 @@ class DirectoryWriter(DirectoryView):
         return np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
 
     def indexed_slots(self) -> list[int]:
-        """The slots that the index has, in no order; reads the whole index."""
+        """Return the slots in the index, unordered; reads the whole index."""
         index = self._entries()
         entries = index[np.flatnonzero(index)]
         slots: list[int] = ((entries & np.uint64(SLOT_MASK)).astype(np.int64) - 1).tolist()
         return slots
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where index, records and changes do not agree."""
+        """Raise IntegrityError if index, records and changes disagree."""
         self.changes.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()
         entries = self._entries()
-        seen: set[int] = set()
+        slots: set[int] = set()
         for place in map(int, np.flatnonzero(entries)):
             entry = int(entries[place])
             hash32, slot = entry >> 32, (entry & SLOT_MASK) - 1
-            if not 0 <= slot < self.num_slots or slot in seen:
-                raise IntegrityError(f"index entry {place} points to slot {slot}, once too often")
-            seen.add(slot)
+            if not 0 <= slot < self.num_slots or slot in slots:
+                raise IntegrityError(f"index entry {place} points to slot {slot}, as another does")
+            slots.add(slot)
             key = self.key(slot)
             if not 0 < len(key) <= KEY_BYTES or crc32(key) != hash32:
                 raise IntegrityError(f"index entry {place}: slot {slot} has another key")
@@ -461,15 +451,16 @@ class DirectoryWriter(DirectoryView):
         self._check_changes()
 
     def _check_changes(self) -> None:
-        """The last change of each slot that the ring holds must be what the directory says."""
+        """Raise IntegrityError if a slot's last change in the ring contradicts the directory."""
         changes = self.changes.newest()
         changes = changes[changes["kind"] < ChangeKind.CLEARED][::-1]
         slots, last = np.unique(changes["slot"], return_index=True)
         changes, indexed = changes[last], np.zeros(self.num_slots, bool)
         indexed[self.indexed_slots()] = True
-        states, generations = (self._columns[each][slots] for each in ("state", "generation"))
-        there = (states == _READY) & (generations == changes["generation"]) & indexed[slots]
-        told = changes["kind"] == _NOW_READY
-        wrong = slots[(there != told) & (changes["generation"] > np.uint64(self.floor))]
-        if len(wrong):
-            raise IntegrityError(f"slots {wrong[:9].tolist()} are not as their last change says")
+        states, generations = (self._columns[name][slots] for name in ("state", "generation"))
+        is_ready = (states == _READY) & (generations == changes["generation"]) & indexed[slots]
+        was_ready = changes["kind"] == _NOW_READY
+        above_floor = changes["generation"] > np.uint64(self.floor)
+        wrong_slots = slots[(is_ready != was_ready) & above_floor]
+        if len(wrong_slots):
+            raise IntegrityError(f"slots {wrong_slots[:9].tolist()} contradict their last change")

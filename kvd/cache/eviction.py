@@ -1,14 +1,14 @@
-"""What every eviction policy does, and the plain one: LRU. `kvd.cache.adaptive` has the default.
+"""The base of eviction policies, and LRU. The default policy is in `kvd.cache.adaptive`.
 
-A policy knows the chunks of one namespace, from the moment that they get a slot, and orders
-them. It knows neither pins nor writes under way: `may_evict` says for each candidate whether it
-may go. So a chunk's place does not depend on when its bytes arrive.
+A policy orders the chunks of one namespace from the moment they get a slot. It knows neither pins
+nor unfinished writes: the caller's `may_evict` tells for each candidate whether it may be evicted.
+So a chunk's position does not depend on when its bytes arrive.
 
-Chunks stand in ordered lists of slots, linked through arrays: 17 bytes for each slot. A slot is in
-at most one of the lists. Each slot has a stamp, and stamps rise from a list's cold end to its hot
-end. New stamps are the greatest, so slots with new ones are appended in constant time;
-`SlotLists.insert_all` puts slots back by the stamps that they have. Memory is zero-filled lazily,
-so unused slots cost nothing.
+Chunks are in ordered lists of slots, linked through arrays with 17 bytes for each slot. A slot is
+in one list at most. Each slot has a stamp; stamps rise from a list's cold end to its hot end. New
+stamps are greater than all before, so slots with new stamps are appended in constant time;
+`SlotLists.insert_all` inserts slots by the stamps that they have. Arrays are zero-filled lazily, so
+unused slots take no memory.
 """
 
 from abc import ABC, abstractmethod
@@ -26,15 +26,15 @@ from kvd_proto.messages import Label
 
 NOWHERE = 0
 MAX_STEPS = 8192
-"""`insert_all` passes no more slots than this from each end of a list, some 0.5 ms."""
+"""`insert_all` walks over no more slots than this from each end of a list, some 0.5 ms."""
 
 
 class SlotLists:
-    """Lists numbered from 1 on over the slots 0..num_slots - 1."""
+    """Doubly linked lists, numbered from 1 on, of the slots 0..num_slots - 1."""
 
     def __init__(self, num_slots: int, lists: int) -> None:
-        # Place i + lists stands for slot i; place k - 1 is the head of list k. A ring
-        # through its head is a list, so no end needs a special case.
+        # Place i + lists stands for slot i; place k - 1 is the head of list k. A list is a ring
+        # through its head, so its ends need no special case.
         self._lists = lists
         places = num_slots + lists
         self._next = np.zeros(places, np.uint32).data
@@ -46,27 +46,27 @@ class SlotLists:
             self._next[head] = self._prev[head] = head
 
     def where(self, slot: int) -> int:
-        """The number of the list that holds the slot, or NOWHERE."""
+        """Return the number of the slot's list, or NOWHERE."""
         return self._where[slot]
 
     def stamp(self, slot: int) -> int:
-        """The stamp that the slot was given last."""
+        """Return the slot's last stamp."""
         return self._stamps[slot]
 
     def size(self, which: int) -> int:
-        """How many slots a list holds."""
+        """Return the number of slots in a list."""
         return self._sizes[which]
 
     def __len__(self) -> int:
         return sum(self._sizes)
 
     def append_all(self, slots: Iterable[int], into: Iterable[int], stamp: int) -> None:
-        """Put each slot, which is in no list, or IntegrityError, at the hot end of its list.
+        """Append slots that are in no list, or IntegrityError, to the hot ends of lists.
 
         Args:
             slots: the hottest last.
-            into: the list of each; there may be more.
-            stamp: of the first, above all stamps so far; those of the others count up from it.
+            into: the list of each; may be longer.
+            stamp: of the first slot, above all stamps so far; the others' count up from it.
         """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
         stamps, sizes = self._stamps, self._sizes
@@ -85,9 +85,9 @@ class SlotLists:
             stamp += 1
 
     def move_all(self, slots: Iterable[int], into: Sequence[int], stamp: int) -> None:
-        """Move each of these from list i, or IntegrityError, to the hot end of list into[i].
+        """Move each slot from its list i, or IntegrityError, to the hot end of list into[i].
 
-        The hottest comes last. Their stamps count up from `stamp`, above all stamps so far.
+        The hottest slot comes last. Stamps count up from `stamp`, above all stamps so far.
         """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
         stamps, sizes = self._stamps, self._sizes
@@ -116,7 +116,7 @@ class SlotLists:
     def extend(
         self, which: int, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
     ) -> None:
-        """Append many slots that are in no list, coldest first, with these stamps."""
+        """Append many slots that are in no list, the coldest first, with these stamps."""
         head, places = which - 1, slots + self._lists
         chain = np.concatenate(([self._prev[head]], places, [head]))
         np.asarray(self._next)[chain[:-1]] = chain[1:]
@@ -126,19 +126,19 @@ class SlotLists:
         self._sizes[which] += len(slots)
 
     def insert_all(self, which: int, slots: Sequence[int]) -> None:
-        """Put slots that are in no list into one by the stamps that they have, lowest first.
+        """Insert slots that are in no list by their stamps; the lowest stamp comes first.
 
-        Each is searched from the end whose stamp is nearer, the next one from where the last one
-        was put. What belongs farther from an end than `MAX_STEPS` is put where that search stops.
+        Each place is searched from the nearer end, starting where the slot before was inserted. A
+        search stops after `MAX_STEPS` slots, and the slot is inserted there.
         """
         stamps, shift = self._stamps, self._lists
         first, last = self._next[which - 1], self._prev[which - 1]
-        colder = len(slots)
+        num_from_cold_end = len(slots)
         if first >= shift:
             ends = stamps[first - shift] + stamps[last - shift]
-            colder = bisect_left(slots, ends, key=lambda slot: 2 * stamps[slot])
-        self._merge(which, slots[:colder], self._next, self._prev, 1)
-        self._merge(which, slots[colder:][::-1], self._prev, self._next, -1)
+            num_from_cold_end = bisect_left(slots, ends, key=lambda slot: 2 * stamps[slot])
+        self._merge(which, slots[:num_from_cold_end], self._next, self._prev, 1)
+        self._merge(which, slots[num_from_cold_end:][::-1], self._prev, self._next, -1)
 
     def _merge(
         self,
@@ -148,7 +148,7 @@ class SlotLists:
         behind: memoryview,
         sign: int,
     ) -> None:
-        """Put slots in on one walk from an end: `sign` times their stamps rise along `ahead`."""
+        """Insert slots on one walk from an end; `sign` times the stamps rises along `ahead`."""
         stamps, shift = self._stamps, self._lists
         head = place = which - 1
         steps = MAX_STEPS
@@ -164,7 +164,7 @@ class SlotLists:
         self._sizes[which] += len(slots)
 
     def remove(self, slot: int) -> int:
-        """Take a slot out of its list, or IntegrityError; the list's number. It keeps its stamp."""
+        """Remove a slot, which keeps its stamp, from its list, and return the list's number."""
         which = self._where[slot]
         if not which:
             raise IntegrityError(f"slot {slot} is in no list")
@@ -177,7 +177,7 @@ class SlotLists:
         return which
 
     def remove_all(self, slots: Iterable[int]) -> None:
-        """Take slots of lists out of them. They keep their stamps."""
+        """Remove slots, each in a list, from their lists. They keep their stamps."""
         following, before, where, shift = self._next, self._prev, self._where, self._lists
         sizes = self._sizes
         for slot in slots:
@@ -189,9 +189,9 @@ class SlotLists:
             where[slot] = NOWHERE
 
     def walk(self, which: int, before: int | None = None) -> Iterator[int]:
-        """The slots of a list, coldest first, or those hotter than `before`.
+        """Yield the slots of a list, coldest first, or those hotter than `before`.
 
-        Do not change the list meanwhile.
+        The list must not change meanwhile.
         """
         following, shift, head = self._next, self._lists, which - 1
         place = following[head if before is None else before + shift]
@@ -200,9 +200,9 @@ class SlotLists:
             place = following[place]
 
     def walk_back(self, which: int, after: int | None = None) -> Iterator[int]:
-        """The slots of a list, hottest first, or those colder than `after`.
+        """Yield the slots of a list, hottest first, or those colder than `after`.
 
-        Do not change the list meanwhile.
+        The list must not change meanwhile.
         """
         before, shift, head = self._prev, self._lists, which - 1
         place = before[head if after is None else after + shift]
@@ -211,7 +211,7 @@ class SlotLists:
             place = before[place]
 
     def walk_from(self, slot: int) -> Iterator[int]:
-        """This slot, and those that follow it in its list. Do not change the list meanwhile."""
+        """Yield this slot and the hotter ones of its list. The list must not change meanwhile."""
         following, shift = self._next, self._lists
         head, place = self._where[slot] - 1, slot + shift
         while place != head:
@@ -219,7 +219,7 @@ class SlotLists:
             place = following[place]
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where links, marks or sizes are wrong."""
+        """Raise IntegrityError if links, marks or sizes are wrong."""
         marked = np.bincount(np.asarray(self._where), minlength=self._lists + 1)
         for which in range(1, self._lists + 1):
             slots = list(self.walk(which))
@@ -240,20 +240,19 @@ MayEvict = Callable[[int], bool]
 
 TICKS_PER_SECOND = 10_000
 POSITION_BITS = 18
-"""A stamp is a run's number, at least the ticks of its time, and here a position in the run."""
+"""A stamp is a run's number (the ticks of its time, or more) and, in so many bits, a position."""
 
 
 class EvictionPolicy(ABC):
-    """Which chunks of a namespace go first.
+    """Decides which chunks of a namespace are evicted first.
 
-    Chunks stand in lists ordered by their last use. A run is the chunks that one call has
-    inserted, refreshed or used. All times are seconds of a clock that never goes back, also over
-    restarts.
+    Chunks are in lists ordered by their last use. A run is the chunks that one call inserted,
+    refreshed or used. All times are seconds of a clock that never goes back, also over restarts.
 
     Args:
         num_slots: slots are numbered 0..num_slots - 1.
-        key_of: the key of the chunk in a slot, asked only about slots inserted here.
-        ghosts: what is remembered of chunks that are not in memory. No key is there and here.
+        key_of: returns the key of the chunk in a slot; called only for inserted slots.
+        ghosts: of the namespace. A key has a ghost or a chunk here, never both.
     """
 
     lists: ClassVar[int]
@@ -266,80 +265,80 @@ class EvictionPolicy(ABC):
         self.clear()
 
     def clear(self) -> None:
-        """Remove all chunks. Ghosts and what was learned stay."""
+        """Remove all chunks. Ghosts and learned figures stay."""
         self._slots = SlotLists(self.num_slots, self.lists)
         self._reserved: dict[int, int] = {}  # slot -> the list that it was in
 
     @abstractmethod
     def insert_all(self, slots: Sequence[int], now: float) -> None:
-        """Add chunks that have got a slot, for a request that is under way; hottest last."""
+        """Add chunks of an unfinished request that got slots; the hottest comes last."""
 
     @abstractmethod
     def restore(self, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
-        """Fill an empty policy with the previous daemon's chunks, used longest ago first.
+        """Fill an empty policy with the previous daemon's chunks, the least recently used first.
 
-        `times` has the second of each one's last use.
+        `times`: of each chunk's last use, in seconds.
         """
 
     @abstractmethod
     def refresh_all(self, slots: Sequence[int], now: float) -> None:
-        """These are pinned for a load: newest, no use counted yet; hottest last."""
+        """Make chunks that a load pins the newest, without counting a use; hottest last."""
 
     @abstractmethod
     def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
-        """One request has finished: these are its chunks, the prompt's head last."""
+        """Count a use of the chunks of a request that finished, the prompt's head last."""
 
     @abstractmethod
     def relabel_all(self, slots: Sequence[int], label: Label) -> None:
-        """The label of a request has come after its end: its chunks, the prompt's head last."""
+        """Change the label of a request that finished before; the prompt's head is last."""
 
     @abstractmethod
     def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
-        """Up to `n` chunks that go next, first to go first. They stay, and are no candidates."""
+        """Return up to `n` chunks to evict next, in order. They stay, but are no candidates."""
 
     @abstractmethod
     def learn(self) -> bool:
-        """Do one bounded piece of learning; whether more is due."""
+        """Do one bounded piece of learning; returns whether more is due."""
 
     @abstractmethod
     def _leave_ghost(self, slot: int, which: int, now: float) -> None:
-        """Remember a chunk that was in this list and is evicted."""
+        """Add a ghost of a chunk of list `which` that is evicted."""
 
     def release(self, slots: Iterable[int]) -> None:
-        """Reserved chunks are candidates again, at their old places."""
-        returned: dict[int, list[int]] = {}
+        """Make reserved chunks candidates again, at their old positions."""
+        by_list: dict[int, list[int]] = {}
         for slot in sorted(slots, key=self._slots.stamp):
-            returned.setdefault(self._reserved.pop(slot), []).append(slot)
-        for which, colder_first in returned.items():
+            by_list.setdefault(self._reserved.pop(slot), []).append(slot)
+        for which, colder_first in by_list.items():
             self._slots.insert_all(which, colder_first)
 
     def is_reserved(self, slot: int) -> bool:
-        """Whether `reserve` has returned the chunk, and nothing has happened to it since."""
+        """Whether the chunk is reserved: `reserve` returned it, and nothing else followed."""
         return slot in self._reserved
 
     @property
     def num_reserved(self) -> int:
-        """How many chunks are reserved."""
+        """The number of reserved chunks."""
         return len(self._reserved)
 
     def evict(self, slots: Iterable[int], now: float) -> None:
-        """Remove chunks, reserved or not. Each leaves a ghost."""
+        """Remove chunks, reserved or not, and add a ghost of each."""
         for slot in slots:
             which = self._reserved.pop(slot, 0) or self._slots.remove(slot)
             self._leave_ghost(slot, which, now)
 
     def remove(self, slot: int) -> None:
-        """Remove a chunk for a reason that says nothing about its worth. It leaves no ghost."""
+        """Remove a chunk without a ghost, for a reason unrelated to its use."""
         if not self._reserved.pop(slot, 0):
             self._slots.remove(slot)
 
     def _unreserve(self, slots: Iterable[int]) -> None:
-        """Release those of these that are reserved."""
+        """Release those of these chunks that are reserved."""
         if self._reserved:
             self.release([slot for slot in slots if slot in self._reserved])
 
     def _take_stamps(self, count: int, now: float) -> int:
-        """The first of `count` stamps of a new run."""
+        """Return the first of `count` stamps of a new run."""
         run = max((self._last_stamp >> POSITION_BITS) + 1, int(now * TICKS_PER_SECOND))
         first = run << POSITION_BITS
         self._last_stamp = first + count
@@ -348,19 +347,19 @@ class EvictionPolicy(ABC):
     def _restore(
         self, which: int, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
     ) -> None:
-        """`restore` into this list."""
+        """`restore` into list `which`."""
         runs = (times * TICKS_PER_SECOND).astype(np.int64)
         stamps = (runs << POSITION_BITS) + np.arange(len(slots))
         self._slots.extend(which, slots, stamps)
         self._last_stamp = max(self._last_stamp, int(stamps.max(initial=0)))
 
     def _time(self, slot: int) -> float:
-        """When the chunk was inserted, refreshed or used last, s."""
+        """Return when the chunk was last inserted, refreshed or used, in seconds."""
         run: int = self._slots.stamp(slot) >> POSITION_BITS
         return run / TICKS_PER_SECOND
 
     def order(self) -> list[int]:
-        """All slots, used longest ago first."""
+        """Return all slots, the least recently used first."""
         slots = [*self._reserved]
         for which in range(1, self.lists + 1):
             slots += self._slots.walk(which)
@@ -373,25 +372,19 @@ class EvictionPolicy(ABC):
         return bool(self._slots.where(slot)) or slot in self._reserved
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where an invariant does not hold."""
+        """Raise IntegrityError if an invariant does not hold."""
         self._slots.check_integrity()
         self.ghosts.check_integrity()
         for slot, which in self._reserved.items():
             if self._slots.where(slot) or not 0 < which <= self.lists:
-                raise IntegrityError(f"slot {slot} is reserved and in a list: {self!r}")
+                raise IntegrityError(f"slot {slot} is reserved from list {which}, and in a list")
         for slot in self.order():
             if self.ghosts.find(self.key_of(slot)):
-                raise IntegrityError(f"the chunk in slot {slot} has a ghost: {self!r}")
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {len(self)} of {self.num_slots} slots,"
-            f" {self.num_reserved} reserved>"
-        )
+                raise IntegrityError(f"the chunk in slot {slot} has a ghost")
 
 
 class LruPolicy(EvictionPolicy):
-    """Of one list those used longest ago go first."""
+    """Evicts the least recently used chunks first."""
 
     lists = 1
     _SAME_LIST = (0, 1)
@@ -412,23 +405,23 @@ class LruPolicy(EvictionPolicy):
         self._slots.move_all(slots, self._SAME_LIST, self._take_stamps(len(slots), now))
 
     def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
-        """See EvictionPolicy. The label makes no difference."""
+        """See EvictionPolicy. Labels have no effect."""
         del label
         self.refresh_all(slots, now)
 
     def relabel_all(self, slots: Sequence[int], label: Label) -> None:
-        """Do nothing: labels make no difference."""
+        """See EvictionPolicy. Labels have no effect."""
 
     def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
         """See EvictionPolicy."""
-        del now  # the order of uses says it all
+        del now  # the order of the list suffices
         slots = list(islice(filter(may_evict, self._slots.walk(1)), max(0, n)))
         self._slots.remove_all(slots)
         self._reserved.update(dict.fromkeys(slots, 1))
         return slots
 
     def learn(self) -> bool:
-        """Nothing is ever due."""
+        """See EvictionPolicy. LRU learns nothing."""
         return False
 
     def _leave_ghost(self, slot: int, which: int, now: float) -> None:

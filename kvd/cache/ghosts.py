@@ -1,16 +1,17 @@
-"""What is remembered of chunks that are not in memory, and so why a key is missed.
+"""Ghosts, records of chunks that are not in memory, and why a key is missed.
 
-A ghost is at most 48 bytes in arrays: the key's hash instead of the key, two times and one byte.
-Two keys of the same 64-bit hash share a ghost; that falsifies a count, nothing else. Finding goes
-through buckets, each a chain of ghosts; a ring links all ghosts in the order in which they were
-added. Memory is zero-filled lazily, so a namespace that evicts nothing pays for none.
+A ghost takes at most 48 bytes in arrays: the key's hash instead of the key, two times and one byte.
+Two keys of the same 64-bit hash share a ghost, which only makes a count wrong. A hash table finds
+ghosts: buckets, each a chain. A ring links all ghosts in the order in which they were added. The
+arrays are zero-filled lazily, so a namespace that evicts nothing uses no memory for them.
 
-Each missed key has one reason. The reasons are looked for in this order:
+A missed key has one reason, the first of these that applies:
 
-1. a ghost of the key says why its chunk left memory, or never came in; no key in memory has one;
+1. the key has a ghost, which says why its chunk left memory or was not stored; no key in memory has
+   a ghost;
 2. the directory has the key: it is being stored, or READY by now;
 3. another namespace has the key;
-4. none of these: the key was never seen, as far back as ghosts go. They end with the daemon.
+4. the key was never seen, as far back as ghosts go. They end with the daemon.
 """
 
 from collections import Counter
@@ -31,23 +32,24 @@ class GhostCause(IntEnum):
     """Why a chunk is not in memory."""
 
     EVICTED = 0
-    REFUSED = 1  # it was not stored: no slot on loan
-    QUOTA = 2  # it was not stored, or had to go: its namespace's share of the pool
+    REFUSED = 1  # not stored: no slot on loan
+    QUOTA = 2  # not stored: its model is at its cap
     RESET = 3
     REMOVED = 4  # by an operator
 
 
-_CAUSES, _LABELS = tuple(GhostCause), tuple(Label)  # by value: faster than to make one of each
+_CAUSES, _LABELS = tuple(GhostCause), tuple(Label)  # by value: faster than calling the enum
 
 
 class Ghost(NamedTuple):
-    """One chunk that is not in memory.
+    """A chunk that is not in memory.
 
     Attributes:
-        seen: finished requests that had the chunk, 3 for more; 0: none was counted.
-        label: what the last of them was labelled.
-        used: when the last of them finished, s.
-        gone: when the chunk left, s.
+        cause: why it is not.
+        seen: finished requests that had the chunk, 3 for more.
+        label: of the last of these requests.
+        used: when the chunk was last used, in seconds.
+        gone: when it left memory, or was not stored, in seconds.
     """
 
     cause: GhostCause
@@ -58,22 +60,22 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The ghosts of one namespace: of each key the latest, of all the latest `capacity`."""
+    """The ghosts of one namespace: the latest of each key, and of all the latest `capacity`."""
 
     def __init__(self, capacity: int) -> None:
-        # Ghost 0 is the head of the ring and never in a bucket, so 0 means "none" everywhere.
+        # Ghost 0 is the head of the ring and in no bucket, so 0 means "none" everywhere.
         self._capacity = capacity
         places, buckets = capacity + 1, 1 << max(0, capacity - 1).bit_length()
         self._mask = buckets - 1
-        self._buckets = np.zeros(buckets, np.uint32).data  # the first ghost of each chain
-        self._chain = np.zeros(places, np.uint32).data  # the next one of the chain
+        self._buckets = np.zeros(buckets, np.uint32).data  # first ghost of each chain
+        self._chain = np.zeros(places, np.uint32).data  # next ghost of the chain
         self._newer = np.zeros(places, np.uint32).data
         self._older = np.zeros(places, np.uint32).data
         self._hashes = np.zeros(places, np.int64).data
         self._used = np.zeros(8 * places, np.uint8).data.cast("d")
         self._gone = np.zeros(8 * places, np.uint8).data.cast("d")
         self._facts = np.zeros(places, np.uint8).data  # cause << 5 | label << 2 | seen
-        self._free = 0  # a chain of the places whose ghosts were taken
+        self._free = 0  # first of a chain of places whose ghosts were taken
         self._touched = 0  # places above this one never had a ghost
         self._count = 0
 
@@ -87,10 +89,10 @@ class Ghosts:
         seen: int = 0,
         label: Label = Label.NONE,
     ) -> None:
-        """Remember a chunk as the newest ghost, in place of an older one of the same key.
+        """Add a ghost as the newest, in place of an older one of the same key.
 
-        Where `seen` is 0, the older one's seen, label and used are kept: a chunk that was not
-        stored has not been used since.
+        With `seen` 0, an older ghost's seen, label and used stay: a chunk that was not stored has
+        not been used since.
         """
         key_hash = hash(key)
         ghost = self._find(key_hash)
@@ -100,7 +102,7 @@ class Ghosts:
                 seen, label = self._facts[ghost] & 3, _LABELS[self._facts[ghost] >> 2 & 7]
                 used = self._used[ghost]
         else:
-            ghost = self._take_place()
+            ghost = self._allocate()
             bucket = key_hash & self._mask
             self._chain[ghost] = self._buckets[bucket]
             self._buckets[bucket] = ghost
@@ -116,21 +118,21 @@ class Ghosts:
         self._older[0] = ghost
 
     def find(self, key: bytes) -> Ghost | None:
-        """The key's ghost, or None."""
+        """Return the key's ghost, or None."""
         ghost = self._find(hash(key))
         return self._ghost(ghost) if ghost else None
 
     def take(self, key: bytes) -> Ghost | None:
-        """The key's ghost, which is forgotten, or None."""
+        """Remove and return the key's ghost, or None."""
         key_hash = hash(key)
-        ghost = self._find(key_hash)
-        if not ghost:
+        place = self._find(key_hash)
+        if not place:
             return None
-        found = self._ghost(ghost)
-        self._drop(ghost, key_hash)
-        self._chain[ghost] = self._free
-        self._free = ghost
-        return found
+        ghost = self._ghost(place)
+        self._drop(place, key_hash)
+        self._chain[place] = self._free
+        self._free = place
+        return ghost
 
     def _find(self, key_hash: int) -> int:
         chain, hashes = self._chain, self._hashes
@@ -139,13 +141,13 @@ class Ghosts:
             ghost = chain[ghost]
         return ghost
 
-    def _ghost(self, ghost: int) -> Ghost:
-        facts = self._facts[ghost]
+    def _ghost(self, place: int) -> Ghost:
+        facts = self._facts[place]
         cause, label = _CAUSES[facts >> 5], _LABELS[facts >> 2 & 7]
-        return Ghost(cause, facts & 3, label, self._used[ghost], self._gone[ghost])
+        return Ghost(cause, facts & 3, label, self._used[place], self._gone[place])
 
-    def _take_place(self) -> int:
-        """A place for a ghost; the oldest ghost's where all are taken."""
+    def _allocate(self) -> int:
+        """Return a place for a ghost; if all are in use, the oldest ghost is dropped for it."""
         if self._free:
             place = self._free
             self._free = self._chain[place]
@@ -157,7 +159,7 @@ class Ghosts:
         return place
 
     def _drop(self, ghost: int, key_hash: int) -> None:
-        """Take a ghost out of its bucket and of the ring."""
+        """Remove a ghost from its bucket and from the ring."""
         chain, bucket = self._chain, key_hash & self._mask
         current: int = self._buckets[bucket]
         if current == ghost:
@@ -176,7 +178,7 @@ class Ghosts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, where every place has a ghost."""
+        """Bytes of all arrays once every place was used."""
         arrays = (self._buckets, self._chain, self._newer, self._older)
         values = (self._hashes, self._used, self._gone, self._facts)
         return sum(array.nbytes for array in (*arrays, *values))
@@ -185,30 +187,31 @@ class Ghosts:
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where ring, buckets and counts disagree."""
+        """Raise IntegrityError if ring, buckets and counts disagree."""
         ring, ghost, before = set[int](), self._newer[0], 0
         while ghost:
             if ghost in ring or self._older[ghost] != before:
-                raise IntegrityError(f"ghost {ghost} is linked wrongly: {self!r}")
+                raise IntegrityError(f"ghost {ghost} is linked wrongly in the ring")
             ring.add(ghost)
             ghost, before = self._newer[ghost], ghost
         if self._older[0] != before or not len(ring) == self._count <= self._capacity:
-            raise IntegrityError(f"the ring has {len(ring)} ghosts: {self!r}")
-        found = {ghost for ghost in ring if self._find(self._hashes[ghost]) == ghost}
-        if found != ring:
-            raise IntegrityError(f"ghosts that no bucket has: {ring - found}")
+            raise IntegrityError(
+                f"the ring has {len(ring)} ghosts, {self._count} counted, {self._capacity} allowed"
+            )
+        in_buckets = {ghost for ghost in ring if self._find(self._hashes[ghost]) == ghost}
+        if in_buckets != ring:
+            raise IntegrityError(f"ghosts in no bucket: {ring - in_buckets}")
         free, place = set[int](), self._free
         while place and place not in free:
             free.add(place)
             place = self._chain[place]
         if place or free & ring or len(free) + len(ring) != self._touched:
-            raise IntegrityError(f"{len(free)} free places of {self._touched}: {self!r}")
+            raise IntegrityError(
+                f"{len(free)} places are free, {len(ring)} have ghosts, {self._touched} were used"
+            )
 
-    def __repr__(self) -> str:
-        return f"<Ghosts {self._count} of {self._capacity}>"
 
-
-_OF_CAUSE = tuple(MissReason[cause.name] for cause in GhostCause)
+_REASON_OF_CAUSE = tuple(MissReason[cause.name] for cause in GhostCause)
 
 
 class MissReasons:
@@ -218,7 +221,7 @@ class MissReasons:
         directory: of the namespace.
         ghosts: of the namespace.
         counts: `missed` and `missed_age` of these grow.
-        elsewhere: whether another namespace has this key.
+        elsewhere: tells whether another namespace has a key.
     """
 
     def __init__(
@@ -236,7 +239,7 @@ class MissReasons:
     def count(self, keys: Sequence[bytes], now: float) -> None:
         """Count each of these missed keys under its reason; `now` in seconds of the ghosts' clock.
 
-        To be called before the stores of the same step begin: those would all be `being_stored`.
+        Call it before the stores of the same step begin: otherwise these would be `being_stored`.
         """
         reason_of, ages = self.reason, list[float]()
         reasons = list[MissReason]()
@@ -251,10 +254,10 @@ class MissReasons:
             self._counts.missed_age.observe_all(np.array(ages))
 
     def reason(self, key: bytes) -> tuple[MissReason, Ghost | None]:
-        """Why the key is missed, with its ghost where it has one."""
+        """Return why the key is missed, and its ghost, if any."""
         ghost = self._ghosts.find(key)
         if ghost is not None:
-            return _OF_CAUSE[ghost.cause], ghost
+            return _REASON_OF_CAUSE[ghost.cause], ghost
         slot = self._directory.find(key)
         if slot >= 0:
             ready = self._directory.state(slot) == SlotState.READY

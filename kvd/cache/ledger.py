@@ -1,13 +1,13 @@
 """The ledger of one namespace: which chunks are READY, in memory that outlives the daemon.
 
-The directory is the daemon's and its clients' and ends with it. The ledger is what the
-next daemon reads: the key, generation and blocks of every READY chunk, and when each
-was last of use. It lies in a file beside the pool's, mapped by the broker alone.
+The directory ends with the daemon. The next daemon reads the ledger: key, generation and blocks of
+every READY chunk, and when each was last used. It lies in a file beside the pool's, which only the
+broker maps.
 
 Little-endian. A header page, then the stamps, then the records::
 
     offset  type    header
-         0  8 bytes magic "kvd-led" and a zero byte, written last: without it, nothing was kept
+         0  8 bytes magic "kvd-led" and a zero byte, written last: without it the ledger is empty
          8  u32     version (5)
         12  u32     size of a record (80)
         16  u64     number of slots
@@ -17,9 +17,9 @@ Little-endian. A header page, then the stamps, then the records::
      65512  u64     number of the last change, see kvd.cache.recovery
      65520  8 bytes the namespace's salt (`kvd.cache.recovery`) when its chunks were stored; zeros:
                     it was never reset
-     65528  u64     floor: a record counts only where its generation is above it
+     65528  u64     floor: a record is valid only if its generation is above
 
-    u64 for every slot: when its chunk was last of use, in microseconds; 0 for never
+    u64 for every slot: when its chunk was last used, in microseconds; 0: never
 
     offset  type     record
          0  u64      generation; 0 while the slot holds no READY chunk. Written last, erased first
@@ -30,19 +30,19 @@ Little-endian. A header page, then the stamps, then the records::
         24  48 bytes key, padded with zeros
         72  u32      zlib.crc32 of bytes 0..72, started with the slot's number; 4 zero bytes follow
 
-A process that is killed has done all its stores up to some point and none after it, and
-tmpfs keeps them. So the generation, one store of eight bytes, is what decides: a chunk is
-there with all its record, or not at all. The rules for who writes it:
+A killed process has done all its stores to memory up to some point and none after it, and tmpfs
+keeps them. The generation is one store of eight bytes and decides: a chunk has a complete record or
+none. Two rules hold:
 
-- a chunk is recorded when its bytes are in the pool, before the directory calls it READY;
-- it is erased before the directory frees its slot, so before anybody may write there.
+- a chunk is recorded when its bytes are in the pool, before the directory makes it READY;
+- it is erased before the directory frees its slot, so before anything may write there.
 
-Every change has a number, and the trailer of the pool's file has the number of the last one
-(`kvd.cache.recovery`): a ledger that was replaced by an older copy, or whose pool was, has another
-number than the pool, and is not believed. Stamps have no part in that: a wrong one costs order.
+Every change has a number, which the trailer of the pool's file has, too (`kvd.cache.recovery`): if
+the ledger or the pool was replaced by an older copy, the numbers differ, and the ledger is
+discarded. Stamps are not covered: a wrong one only changes the order of eviction.
 
-The check words are against other hands than the daemon's: where one does not fit, nothing
-of that ledger is believed.
+The check words detect changes by anything but the daemon: if one is wrong, the whole ledger is
+discarded.
 """
 
 import struct
@@ -87,9 +87,9 @@ _DTYPE = np.dtype(
 
 
 class LedgerDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the next daemon must know of a namespace besides its chunks.
+    """What the next daemon needs to know of a namespace besides its chunks.
 
-    `pool` names the pool that the chunks lie in; `namespace` is in hex.
+    `pool` is the name of the pool with the chunks' bytes; `namespace` is in hex.
     """
 
     namespace: str
@@ -104,9 +104,9 @@ class LedgerDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 @dataclass(frozen=True, slots=True)
 class LedgerChunks:
-    """The chunks of a ledger, the one used longest ago first: [n] each.
+    """The chunks of a ledger, the least recently used first: [n] each.
 
-    `records` are structured: generation, hash, first, count, key_len, group, key.
+    `records` is a structured array: generation, hash, first, count, key_len, group, key.
     """
 
     slots: npt.NDArray[np.int64]
@@ -118,19 +118,20 @@ class LedgerChunks:
 
 
 def ledger_bytes(num_slots: int) -> int:
-    """Size in bytes of the ledger of `num_slots` slots."""
+    """Return the size in bytes of a ledger for `num_slots` slots."""
     return HEADER_BYTES + num_slots * (8 + RECORD_BYTES)
 
 
 class Ledger:
-    """Reads and writes a ledger; there is one for each namespace.
+    """Reads and writes the ledger of a namespace, but for `stamps`, which `ChunkUses` writes.
 
     Args:
-        buffer: its memory.
-        trailer: of the pool that its chunks lie in.
+        buffer: the ledger's memory.
+        trailer: of the pool with its chunks' bytes.
+
 
     Raises:
-        LedgerDamaged: it holds no ledger of this version, or is older or newer than the pool.
+        LedgerDamaged: it is no ledger of this version, or is older or newer than the pool.
     """
 
     def __init__(self, buffer: "WriteableBuffer", trailer: PoolTrailer) -> None:
@@ -146,8 +147,8 @@ class Ledger:
         numbers = trailer.numbers(self._entry)
         if self._number[0] not in numbers:
             raise LedgerDamaged(
-                f"its last change is number {self._number[0]}, the pool has its chunks after change"
-                f" {numbers[1]}: the ledger or the pool is an older one"
+                f"its last change is number {self._number[0]}, the pool's trailer has number"
+                f" {numbers[1]}: the ledger or the pool is an older copy"
             )
         self._records = whole[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
         self._words = self._records.cast("Q")
@@ -160,113 +161,112 @@ class Ledger:
         cls,
         buffer: "WriteableBuffer",
         num_slots: int,
-        kept: LedgerDescription,
+        description: LedgerDescription,
         trailer: PoolTrailer,
         salt: bytes = b"",
     ) -> Self:
-        """Make a ledger in memory that is all zero; touches its header only.
+        """Make a ledger in memory that is all zero; touches only its header.
 
         Raises:
             LedgerDamaged: the buffer is too small, or the description too long.
         """
         whole = memoryview(buffer).cast("B")
-        description = msgspec.json.encode(kept)
-        end = _DESCRIPTION_AT + len(description)
+        encoded = msgspec.json.encode(description)
+        end = _DESCRIPTION_AT + len(encoded)
         if len(whole) < ledger_bytes(num_slots) or end > _NUMBER_AT:
             raise LedgerDamaged(
                 f"{len(whole)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
                 f" header has {end} of {_NUMBER_AT}"
             )
-        head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(description))
+        head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(encoded))
         whole[8 : 8 + len(head)] = head
-        whole[28:32] = _CHECK.pack(crc32(description, crc32(head)))
-        whole[_DESCRIPTION_AT:end] = description
+        whole[28:32] = _CHECK.pack(crc32(encoded, crc32(head)))
+        whole[_DESCRIPTION_AT:end] = encoded
         whole[:8] = MAGIC
-        trailer.add(kept.namespace)
+        trailer.add(description.namespace)
         ledger = cls(buffer, trailer)
         ledger.write_salt(salt)
         return ledger
 
     def renumber(self) -> None:
-        """Make a change of nothing: no copy from before is believed from now on."""
-        self._end(self._begin())
+        """Give the ledger a new number, so that copies from before are discarded."""
+        self._end_change(self._begin_change())
 
-    def _begin(self) -> int:
+    def _begin_change(self) -> int:
         return self._trailer.begin(self._entry)
 
-    def _end(self, number: int) -> None:
+    def _end_change(self, number: int) -> None:
         self._number[0] = number
         self._trailer.end(self._entry, number)
 
-    def record(  # noqa: PLR0917 a record has these six parts
+    def record(  # noqa: PLR0917  # the parts of a record
         self, slot: int, generation: int, first: int, count: int, group: int, key: bytes
     ) -> None:
-        """The slot's chunk is READY from here on."""
+        """Record a READY chunk."""
         packed = _RECORD.pack(generation, crc32(key), first, count, len(key), group, key)
         base = slot * RECORD_BYTES
-        number = self._begin()
+        number = self._begin_change()
         self._words[slot * _WORDS] = 0
         self._records[base + 8 : base + RECORD_BYTES] = packed[8:] + _TAIL.pack(crc32(packed, slot))
         self._words[slot * _WORDS] = generation
-        self._end(number)
+        self._end_change(number)
 
     def erase(self, slots: Sequence[int]) -> None:
-        """These slots hold no READY chunk, as far as the next daemon is concerned."""
-        words, number = self._words, self._begin()
+        """Erase the records of these slots."""
+        words, number = self._words, self._begin_change()
         for slot in slots:
             words[slot * _WORDS] = 0
-        self._end(number)
+        self._end_change(number)
 
     def forget(self, floor: int) -> None:
-        """Chunks of this generation or a lower one are none: one store, whatever their number."""
-        number = self._begin()
+        """Make all records up to this generation invalid, with one store."""
+        number = self._begin_change()
         self._floor[0] = floor
-        self._end(number)
+        self._end_change(number)
 
     @property
     def salt(self) -> bytes:
-        """The namespace's salt when its chunks were stored; empty where it was never reset."""
+        """The namespace's salt when its chunks were stored; empty: it was never reset."""
         salt = bytes(self._salt)
         return salt if any(salt) else b""
 
     def write_salt(self, salt: bytes) -> None:
-        """The chunks are those of this salt from here on."""
-        number = self._begin()
+        """Set the salt."""
+        number = self._begin_change()
         self._salt[:] = salt or bytes(SALT_BYTES)
-        self._end(number)
+        self._end_change(number)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table()["generation"] > np.uint64(self._floor[0])))
 
     def chunks(self) -> LedgerChunks:
-        """Every chunk, the one used longest ago first.
+        """Return every chunk, the least recently used first.
 
         Raises:
-            LedgerDamaged: a record's check word does not fit, or its figures cannot be.
+            LedgerDamaged: a record's check word is wrong, or its figures are out of range.
         """
         table = self._table()
         slots = np.flatnonzero(table["generation"] > np.uint64(self._floor[0]))
         slots = slots[np.argsort(self.stamps[slots], kind="stable")]
         rows = np.frombuffer(self._records, np.uint8).reshape(-1, RECORD_BYTES)[slots]
-        found = rows.view(_DTYPE).reshape(-1)
+        records = rows.view(_DTYPE).reshape(-1)
         checked = np.ascontiguousarray(rows[:, :_CHECKED]).view(f"V{_CHECKED}").reshape(-1)
-        # All of it in C: a loop over a million records would take most of the start.
+        # In C only: a Python loop over a million records would dominate the start.
         checks = np.array(list(map(crc32, checked.tolist(), slots.tolist())), np.uint32)
-        bad = (
-            (checks != found["check"]) | (found["key_len"] - 1 >= KEY_BYTES) | (found["count"] < 1)
-        )
-        if bad.any():
+        wrong_check, wrong_key = checks != records["check"], records["key_len"] - 1 >= KEY_BYTES
+        damaged = wrong_check | wrong_key | (records["count"] < 1)
+        if damaged.any():
             raise LedgerDamaged(
-                f"{int(bad.sum())} of {len(slots)} records are damaged, the first is that of"
-                f" slot {slots[int(np.argmax(bad))]}"
+                f"{int(damaged.sum())} of {len(slots)} records are damaged, the first is that of"
+                f" slot {slots[int(np.argmax(damaged))]}"
             )
-        return LedgerChunks(slots, self.stamps[slots], found)
+        return LedgerChunks(slots, self.stamps[slots], records)
 
     def _table(self) -> npt.NDArray[Any]:
         return np.frombuffer(self._records, _DTYPE, self.num_slots)
 
     def release(self) -> None:
-        """Let go of the buffer. Nothing works afterwards."""
+        """Release the buffer. Nothing works afterwards."""
         self.stamps = np.zeros(0, np.uint64)
         self._floor.release()
         self._salt.release()
@@ -274,9 +274,6 @@ class Ledger:
         self._words.release()
         self._records.release()
         self._whole.release()
-
-    def __repr__(self) -> str:
-        return f"<Ledger {self.description.namespace[:8]}: {len(self)} of {self.num_slots} slots>"
 
 
 def _read_header(whole: memoryview) -> tuple[LedgerDescription, int]:
@@ -294,7 +291,8 @@ def _read_header(whole: memoryview) -> tuple[LedgerDescription, int]:
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")
     try:
-        kept = msgspec.json.decode(bytes(whole[_DESCRIPTION_AT:end]), type=LedgerDescription)
+        encoded = bytes(whole[_DESCRIPTION_AT:end])
+        description = msgspec.json.decode(encoded, type=LedgerDescription)
     except msgspec.DecodeError as error:
         raise LedgerDamaged(f"the ledger's description is invalid: {error}") from error
     if (
@@ -306,4 +304,4 @@ def _read_header(whole: memoryview) -> tuple[LedgerDescription, int]:
             f"the ledger contradicts itself: {num_slots} records of {record} bytes in"
             f" {len(whole)} bytes"
         )
-    return kept, num_slots
+    return description, num_slots

@@ -1,9 +1,8 @@
-"""Every namespace of the daemon, in one pool.
+"""The namespaces of the daemon, which share one pool.
 
-A namespace outlives its engines, so that the next engine of the same model finds
-its chunks. It ends when it is closed: by the operator, or to make room for
-another one when `max_namespaces` are open. A temporary one, as that of a self-test, is nobody
-else's, takes narrow columns, and goes with its last engine.
+A namespace outlives its engines, so that the next engine of the same model finds its chunks. It is
+closed by the operator, or when another one is opened and `max_namespaces` are open. A temporary
+namespace, such as a self-test's, has narrow columns and is closed with its last engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,12 +33,13 @@ MakeBuffer = Callable[[str, int], "WriteableBuffer"]
 
 @dataclass(frozen=True, slots=True)
 class LedgerSetup:
-    """Where and how chunks are kept for the next daemon.
+    """How ledgers are made, which keep chunks for the next daemon.
 
-    make_buffer: makes zero-filled memory that outlives the daemon; as that of a directory.
-    pool: names the pool, so that no ledger is ever read beside another one.
-    trailer: of the pool, which has the number of each ledger's last change.
-    generation_base: greater than every generation that a daemon before this one gave.
+    make_buffer: makes zero-filled memory that outlives the daemon, given the namespace's id in hex
+        and a size.
+    pool: name of the pool; a ledger of another pool is not read.
+    trailer: of the pool, with the number of each ledger's last change.
+    generation_base: greater than every generation of earlier daemons.
     """
 
     make_buffer: MakeBuffer
@@ -48,17 +48,17 @@ class LedgerSetup:
     generation_base: int
 
 
-def _in_words(geometry: Geometry) -> str:
-    same = ", all holding the same bytes" if geometry.replicated else ""
+def _describe(geometry: Geometry) -> str:
+    replicated = ", all holding the same bytes" if geometry.replicated else ""
     blocks = geometry.blocks_per_chunk
     return (
         f"slots of {geometry.slot_bytes} bytes and {blocks} blocks for"
-        f" {geometry.world_size} ranks{same}"
+        f" {geometry.world_size} ranks{replicated}"
     )
 
 
 def _sum(sizes: Iterable[int | None]) -> int | None:
-    """The sum, or None where one is not known."""
+    """Return the sum, or None if a size is not known."""
     total = 0
     for size in sizes:
         if size is None:
@@ -69,16 +69,16 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """Chunks that may be shared, and where they lie.
+    """A set of chunks that engines of one model and layout share.
 
     id: 16 bytes.
     label: a name for people.
-    temporary: it has no share of the pool that others must leave to it.
-    engines: how many are attached.
-    tokens_per_chunk: None where it is not known or the groups differ.
+    temporary: it has no fair share of the pool.
+    engines: number of attached engines.
+    tokens_per_chunk: None: not known, or groups differ.
     reuse_threshold: a key gets a slot at its n-th offer.
-    salt: of its last reset, as the reset file has it; empty where none is known. What tiers keep
-        of another one is not used. It stays empty where the namespace is temporary.
+    salt: of its last reset, from the reset file; empty: never reset, or temporary. Chunks that
+        tiers keep under another salt are not used.
     """
 
     id: bytes
@@ -100,28 +100,22 @@ class Namespace:
         """The directory that clients and lanes read."""
         return self.table.directory
 
-    def __repr__(self) -> str:
-        return (
-            f"<Namespace {self.id.hex()[:8]} {self.label!r}, {self.engines} engines,"
-            f" {self.table!r}>"
-        )
-
 
 class Namespaces:
-    """The namespaces that are open.
+    """The open namespaces.
 
     Args:
         cpu_bytes: the pool's budget.
         settings: of the daemon: policy, quotas and limits.
         boot_id: of this daemon, 16 bytes.
-        make_buffer: makes zero-filled memory for a directory, given the namespace's id
-            in hex and a size in bytes; it should cost nothing until it is touched.
-        make_descriptions: makes what keeps descriptions, or goes on with what there is of the
-            daemon before; where it is left out, none are kept.
-        drop_buffers: lets go of all that was made for the namespace of this name.
-        ledger_setup: how chunks are kept for the next daemon, if they are.
-        fill: the order in which the pool's memory comes; where it is left out, the daemon's.
-        resets: which namespaces were reset, by this daemon and those before.
+        make_buffer: makes zero-filled memory for a directory, given the namespace's id in hex and a
+            size in bytes; it should cost nothing until it is touched.
+        make_descriptions: opens or makes the description file of a namespace; by default
+            descriptions are not stored.
+        drop_buffers: releases all buffers made for a namespace, given its id in hex.
+        ledger_setup: how to make ledgers; None: no chunks are kept for the next daemon.
+        fill: the order in which the pool's memory is filled; None: the default.
+        resets: the namespaces that were reset, by this daemon and earlier ones.
     """
 
     def __init__(
@@ -149,10 +143,10 @@ class Namespaces:
         self._ledger_setup = ledger_setup
         self._open: dict[bytes, Namespace] = {}
         self.apply_settings(settings)
-        self.closed_counts = ChunkCounts()  # of those that are gone: totals never fall
+        self.closed_counts = ChunkCounts()  # of closed namespaces, since totals never fall
 
     def apply_settings(self, settings: Settings) -> None:
-        """These settings hold from now on; the policy for namespaces that are opened then."""
+        """Replace the settings; a new eviction policy affects namespaces opened from now on."""
         self.settings = settings
         self.pool.set_quotas(settings.quotas(self.cpu_bytes))
 
@@ -168,23 +162,23 @@ class Namespaces:
         temporary: bool = False,
         record_bytes: int = 0,
     ) -> Namespace:
-        """The namespace of this id, made where it is not open yet.
+        """Return the namespace of this id; makes it if it is not open.
 
         Args:
             ns_id: 16 bytes.
-            slot_bytes: bytes of one slot for each rank; one figure where replicated.
-            world_size: ranks that hold shares of one chunk.
+            slot_bytes: bytes of one slot for each rank; one item if replicated.
+            world_size: number of ranks that hold shares of a chunk.
             replicated: every rank holds the same bytes.
             blocks_per_chunk: blocks of a whole chunk.
             label: a name for people, e.g. the model's.
-            temporary: it has no share of the pool that others must leave to it, takes
-                room in narrow columns, and is `over` when its last engine is gone.
-            record_bytes: of a record for a description (`kvd_proto.descriptions`); 0: of this
-                namespace, or of a temporary one, none are kept.
+            temporary: it has no fair share of the pool and narrow columns, keeps no descriptions,
+                and is closed with its last engine.
+            record_bytes: of a description's record (`kvd_proto.descriptions`); 0: descriptions are
+                not stored.
 
         Raises:
-            Refusal: BAD_LAYOUT where the figures contradict each other, an open
-                namespace or the budget; LIMIT where too many are open.
+            Refusal: BAD_LAYOUT: the figures contradict each other, the open namespace or the
+                budget; LIMIT: too many namespaces are open.
         """
         geometry = Geometry(
             tuple(slot_bytes),
@@ -194,31 +188,31 @@ class Namespaces:
             column_width=1 if temporary else COLUMN_EXTENTS,
             blocks_per_chunk=blocks_per_chunk,
         )
-        known = self._open.get(ns_id)
-        if known is not None:
-            if known.geometry != geometry:
+        namespace = self._open.get(ns_id)
+        if namespace is not None:
+            if namespace.geometry != geometry:
                 raise Refusal(
                     ErrorCode.BAD_LAYOUT,
-                    f"namespace {ns_id.hex()} is open with {_in_words(known.geometry)},"
-                    f" asked for with {_in_words(geometry)}",
+                    f"namespace {ns_id.hex()} is open with {_describe(namespace.geometry)},"
+                    f" asked for with {_describe(geometry)}",
                 )
         else:
-            self._check(geometry)
+            self._check_can_open(geometry)
             try:
                 ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
-                known = self._add(ns_id, label, geometry, ledger, temporary=temporary)
+                namespace = self._add(ns_id, label, geometry, ledger, temporary=temporary)
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
-        descriptions = known.table.descriptions
+        descriptions = namespace.table.descriptions
         if descriptions.writer is None and record_bytes and not temporary:
             descriptions.writer = self._make_descriptions(ns_id.hex(), record_bytes)
-        return known
+        return namespace
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
         if self._ledger_setup is None:
             return None
-        kept = LedgerDescription(
+        description = LedgerDescription(
             namespace=ns_id.hex(),
             label=label,
             pool=self._ledger_setup.pool,
@@ -230,41 +224,42 @@ class Namespaces:
         )
         buffer = self._ledger_setup.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
         salt = self.resets.salt_of(ns_id.hex())
-        return Ledger.create(buffer, geometry.num_slots, kept, self._ledger_setup.trailer, salt)
+        return Ledger.create(
+            buffer, geometry.num_slots, description, self._ledger_setup.trailer, salt
+        )
 
     def is_outdated(self, ledger: Ledger) -> bool:
-        """Whether its namespace may have been reset while another pool was in use."""
+        """Whether the ledger's namespace may have been reset while another pool was in use."""
         return ledger.salt != self.resets.salt_of(ledger.description.namespace)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
 
+        After an error this object must not be used any more.
+
         Raises:
-            LedgerDamaged: the ledger cannot be believed.
-            IntegrityError: its chunks lie where those of another namespace do.
-            In both cases this object is of no use any more.
+            LedgerDamaged: the ledger is invalid.
+            IntegrityError: another namespace owns some of its chunks' bytes.
         """
-        kept, pool_id = (
-            ledger.description,
-            self._ledger_setup.pool if self._ledger_setup is not None else "",
-        )
+        description = ledger.description
+        pool_name = self._ledger_setup.pool if self._ledger_setup else ""
         geometry = Geometry(
-            kept.slot_bytes,
+            description.slot_bytes,
             self.pool.extents,
-            kept.world_size,
-            kept.replicated,
-            blocks_per_chunk=kept.blocks_per_chunk,
+            description.world_size,
+            description.replicated,
+            blocks_per_chunk=description.blocks_per_chunk,
         )
-        if (kept.pool, kept.cpu_bytes) != (pool_id, self.cpu_bytes):
-            raise LedgerDamaged(f"it belongs to another pool, of {kept.cpu_bytes} bytes")
+        if (description.pool, description.cpu_bytes) != (pool_name, self.cpu_bytes):
+            raise LedgerDamaged(f"it belongs to another pool, of {description.cpu_bytes} bytes")
         try:
-            ns_id = bytes.fromhex(kept.namespace)
-            self._check(geometry)
+            ns_id = bytes.fromhex(description.namespace)
+            self._check_can_open(geometry)
         except (ValueError, ZeroDivisionError, Refusal) as error:
             raise LedgerDamaged(f"its description is invalid: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
-            raise LedgerDamaged(f"its description is invalid: {kept}")
-        namespace = self._add(ns_id, kept.label, geometry, ledger)
+            raise LedgerDamaged(f"its description is invalid: {description}")
+        namespace = self._add(ns_id, description.label, geometry, ledger)
         namespace.table.restore(ledger.chunks())
         ledger.renumber()
         return namespace
@@ -278,21 +273,21 @@ class Namespaces:
         *,
         temporary: bool = False,
     ) -> Namespace:
-        tiers = 0 if temporary else self._num_tiers  # nobody would come back for what goes down
-        size = self._tier_bytes
-        chunks = None if size is None else size // geometry.bytes_per_chunk
+        num_tiers = 0 if temporary else self._num_tiers  # no later engine would find its chunks
+        tier_bytes = self._tier_bytes
+        tier_chunks = None if tier_bytes is None else tier_bytes // geometry.bytes_per_chunk
         header = DirectoryHeader.plan(
             geometry.num_slots,
             ns_id,
             self._boot_id,
             geometry.blocks_per_chunk,
             change_capacity(self.settings.change_ring),
-            tier_capacity=tier_table_capacity(chunks) if tiers else 0,
-            num_tiers=tiers,
+            tier_capacity=tier_table_capacity(tier_chunks) if num_tiers else 0,
+            num_tiers=num_tiers,
         )
         buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
-        base = self._ledger_setup.generation_base if self._ledger_setup is not None else 0
-        directory = DirectoryWriter(buffer, header, ledger, base)
+        generation_base = self._ledger_setup.generation_base if self._ledger_setup else 0
+        directory = DirectoryWriter(buffer, header, ledger, generation_base)
         model = "" if temporary else label
         table = ChunkTable(
             directory,
@@ -325,12 +320,12 @@ class Namespaces:
         """The pool's budget."""
         return self.pool.cpu_bytes
 
-    def _check(self, geometry: Geometry) -> None:
-        sizes, arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
-        if len(sizes) != arenas or min(sizes, default=0) < 1:
+    def _check_can_open(self, geometry: Geometry) -> None:
+        sizes, num_arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
+        if len(sizes) != num_arenas or min(sizes, default=0) < 1:
             raise Refusal(
                 ErrorCode.BAD_LAYOUT,
-                f"{_in_words(geometry)}: {arenas} sizes above zero are needed",
+                f"{_describe(geometry)}: {num_arenas} sizes above zero are needed",
             )
         if not 1 <= geometry.num_slots <= MAX_SLOTS:
             raise Refusal(
@@ -349,17 +344,17 @@ class Namespaces:
             )
 
     def attach_engine(self, namespace: Namespace) -> None:
-        """An engine uses the namespace now, so it has a fair share of the pool."""
+        """Count an engine that uses the namespace, which then has a fair share of the pool."""
         namespace.engines += 1
         namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
-        """An engine is gone. With the last one the chunks stay until others need the room."""
+        """Count an engine that left; after the last one chunks stay until others need the pool."""
         namespace.engines -= 1
         namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 
     def get(self, ns_id: bytes) -> Namespace | None:
-        """The open namespace of this id."""
+        """Return the open namespace of this id, or None."""
         return self._open.get(ns_id)
 
     def __iter__(self) -> Iterator[Namespace]:
@@ -371,44 +366,48 @@ class Namespaces:
     def reset(
         self, namespace: Namespace, *, by_operator: bool = False
     ) -> tuple[ResetDone, Refs, str]:
-        """Drop every chunk of a namespace, also as far as the next daemon is concerned.
+        """Drop every chunk of a namespace, for the next daemon, too.
 
-        The order holds whenever a kill comes: the file has the new salt first, and the ledger has
-        it when no chunk of before counts there. Until then the ledger is not taken over.
+        1. The reset file gets a new salt.
+        2. The table drops its chunks, in the ledger as well.
+        3. The ledger gets the new salt.
+
+        After a kill in between, the next daemon does not take over the ledger, whose salt is old.
 
         Returns:
-            As `ChunkTable.reset`, and why the next daemon may find again what tiers keep; empty
-            where it will not.
+            As `ChunkTable.reset`, and why the next daemon may find chunks in tiers again, in words;
+            empty: it will not.
         """
-        lack = ""
-        if not namespace.temporary:  # no tier has any of a temporary one
-            lack = self.resets.draw(namespace.id.hex())
+        warning = ""
+        if not namespace.temporary:  # tiers have no chunks of temporary namespaces
+            warning = self.resets.draw(namespace.id.hex())
             namespace.salt = self.resets.salt_of(namespace.id.hex())
-        done, slots = namespace.table.reset(by_operator=by_operator)
+        reply, to_revoke = namespace.table.reset(by_operator=by_operator)
         if (ledger := namespace.directory.ledger) is not None:
             ledger.write_salt(namespace.salt)
-        return done, slots, lack
+        return reply, to_revoke, warning
 
     def make_room(self) -> None:
-        """Where no more may be open, close the oldest that may go.
+        """If `max_namespaces` are open, close the oldest `closable` one, if any.
 
-        Every model keeps what it holds of its floor.
+        A namespace whose model would fall below its floor without it is not closed.
         """
         if len(self._open) < self.settings.max_namespaces:
             return
         for namespace in self.closable():
             space = namespace.table.space
             group = self.pool.quotas.of(space)
-            if group is None or not space.held or group.held - space.held >= group.floor:
+            owned = space.num_extents
+            if group is None or not owned or group.num_extents - owned >= group.floor:
                 self.close(namespace)
                 return
 
     def closable(self) -> list[Namespace]:
-        """Namespaces without engines, with nothing pinned or being written, the oldest first."""
+        """Return the namespaces without engines and busy slots, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
 
     def close(self, namespace: Namespace) -> None:
-        """Drop a namespace that is `closable` with its chunks, and release its memory."""
+        """Drop a `closable` namespace with its chunks, and release its memory."""
         namespace.table.reset()
         self.closed_counts.add(namespace.table.counts)
         self.pool.leave(namespace.table.space)
@@ -417,10 +416,7 @@ class Namespaces:
         self._drop_buffers(namespace.id.hex())
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where a table or the division of the pool is wrong."""
+        """Raise IntegrityError if a table or the division of the pool is inconsistent."""
         for namespace in self:
             namespace.table.check_integrity()
         self.pool.check_integrity()
-
-    def __repr__(self) -> str:
-        return f"<Namespaces {len(self._open)}, {self.pool!r}>"

@@ -1,15 +1,13 @@
-"""Which ledgers the next daemon believes: the pool's trailer, the table of resets.
+"""Which ledgers the next daemon trusts: the trailer of the pool's file, and the table of resets.
 
-The trailer of the pool's file: which pool this is, and how far each ledger's chunks are in it.
+**The trailer** detects older copies. A ledger and the bytes of its chunks lie in two files, and
+either may be replaced by an older copy while no daemon runs. So every change of a ledger has a
+number, and the ledger and the trailer both record the last one. The next daemon discards a ledger
+whose number differs. One sequence numbers the changes of all ledgers of the pool. The upper half of
+a number is the epoch of the daemon that made the change, and every daemon gives each ledger that it
+takes over a new number, so no number occurs twice.
 
-A ledger and the bytes that it speaks of lie in two files, and either may be replaced by an older
-copy while no daemon runs. So every change of a ledger has a number, and both files have the number
-of the last one. They agree, or the ledger is not believed. Numbers are of one sequence for the
-whole pool: the upper half is the epoch of the daemon that made the change, and every daemon gives
-each ledger a new number when it takes it over, so no number comes twice.
-
-The trailer lies behind the chunks' bytes, in pages of its own, that lanes and tiers do not map.
-Little-endian::
+The trailer lies behind the chunks' bytes, in pages that lanes and tiers do not map. Little-endian::
 
     offset  type      header
          0  8 bytes   magic "kvd-trl" and a zero byte
@@ -17,32 +15,29 @@ Little-endian::
 
     offset  type      entry, from offset 64 on, one for each ledger
          0  16 bytes  namespace id
-        16  u64       number of the change that was begun last; 0: the entry is free
-        24  u64       number of the change that was ended last
+        16  u64       number of the last change that was begun; 0: the entry is free
+        24  u64       number of the last change that was ended
 
-An entry whose numbers no daemon can have written is damaged, and counts as free: only its ledger
-is not believed.
+An entry with numbers that no daemon can have written is damaged and counts as free: only its ledger
+is discarded.
 
-A change is made in four steps, so that a kill between any two of them leaves a ledger that is
-believed, and holds what it held before the change or after it:
+A change has four steps:
 
-1. the entry says that the number was begun;
+1. the entry gets the number as begun;
 2. the ledger is changed;
-3. the ledger has the number;
-4. the entry says that the number was ended.
+3. the ledger gets the number;
+4. the entry gets the number as ended.
 
-After a kill the ledger has one of the entry's two numbers. A copy from before an ended change has
-an older one, and an older pool's entry knows of no newer one.
+So after a kill the ledger has one of the entry's two numbers, is trusted, and is in the state
+before the change or after it. A copy from before an ended change has an older number, and an older
+pool's entry has no newer one.
 
-The table of namespaces that were reset, and their salts; it outlives the daemon and its pool.
-
-A salt is 8 random bytes; each reset of a namespace draws a new one. Chunks that a tier or a ledger
-has under another salt are from before the reset and are not used. The table has `MAX_RESETS`
-entries. If
-it overflows, the namespace reset longest ago loses its entry, and a new `base` is drawn, the salt
-of all namespaces without an entry: that may cost misses, but no dropped chunk is found again.
-
-The table is one page, little-endian, written at once::
+**The table of resets** has the salts of namespaces that were reset; it outlives the daemon and its
+pool. A salt is 8 random bytes; each reset of a namespace draws a new one. Chunks that a tier or a
+ledger has under another salt are from before the reset and are not used. The table has `MAX_RESETS`
+entries. When it overflows, the namespace reset longest ago loses its entry, and a new `base` is
+drawn, the salt of all namespaces without an entry: that costs misses, but no dropped chunk is found
+again. The table is one page, little-endian, written at once::
 
     offset  type     what
          0  8 bytes  magic "kvd-rst" and a zero byte
@@ -50,7 +45,7 @@ The table is one page, little-endian, written at once::
         12  u32      number of entries
         16  8 bytes  base; zeros: none
         24  u32      zlib.crc32 of the page with this field zero
-        32           entries, the one reset longest ago first: namespace id (16 bytes), salt
+        32           entries, the namespace reset longest ago first: its id (16 bytes), salt
                      (8 bytes); then zeros
 """
 
@@ -75,24 +70,24 @@ _ID_BYTES = 16
 _TRAILER_ENTRIES_AT = 64
 _ENTRY_BYTES = 32
 _PLACES = range((_TRAILER_ENTRIES_AT + _ID_BYTES) // 8, TRAILER_BYTES // 8, _ENTRY_BYTES // 8)
-"""An entry is the place of its first number, counted in words of 8 bytes."""
-MOST_LEDGERS = len(_PLACES)  # max_namespaces allows fewer
+"""The possible entries, each given by the place of its first number in words of 8 bytes."""
+MAX_LEDGERS = len(_PLACES)  # max_namespaces allows fewer
 EPOCH_SHIFT = 32
-LAST_EPOCH = 2**32 - 2**23  # that is read; above it is room for the epochs of later daemons
+LAST_EPOCH = 2**32 - 2**23  # the largest accepted; leaves numbers for epochs of later daemons
 
 
 def pack_head(pool: str) -> bytes:
-    """Return the header of the trailer of the pool of this name."""
+    """Return the header of the trailer of a pool, given its name."""
     return _TRAILER_MAGIC + pool.encode("ascii").ljust(POOL_NAME_BYTES, b"\0")
 
 
 class PoolTrailer:
-    """Reads and writes a trailer; the daemon that owns the pool is the only one.
+    """Reads and writes a trailer; only the daemon that owns the pool does.
 
-    Namespaces are named by their ids in hex.
+    Namespaces are given by their ids in hex.
 
     Args:
-        buffer: its memory, with a header.
+        buffer: the trailer's memory, with a header.
 
     Attributes:
         number: of the last change.
@@ -110,26 +105,26 @@ class PoolTrailer:
 
     @classmethod
     def create(cls, pool: str) -> Self:
-        """Make the trailer of a new pool; it lies in ordinary memory until `move`."""
+        """Make the trailer of a new pool, in ordinary memory until `move`."""
         buffer = bytearray(TRAILER_BYTES)
         buffer[:TRAILER_HEAD_BYTES] = pack_head(pool)
         return cls(buffer)
 
     def move(self, buffer: "WriteableBuffer") -> None:
-        """Lie in this memory from now on, whatever it holds."""
+        """Move to this memory, and overwrite it."""
         memoryview(buffer).cast("B")[:TRAILER_BYTES] = self._bytes
         self.release()
         self._map(buffer)
 
     def numbers(self, entry: int) -> tuple[int, int]:
-        """Return the numbers of an entry: begun last and ended last."""
+        """Return the numbers of the entry's last begun and last ended change."""
         return self._words[entry], self._words[entry + 1]
 
     def entry(self, namespace: str) -> int:
         """Return the entry of a namespace's ledger.
 
         Raises:
-            LedgerDamaged: there is none.
+            LedgerDamaged: there is no entry.
         """
         try:
             return self._entries[namespace]
@@ -140,9 +135,9 @@ class PoolTrailer:
             ) from None
 
     def add(self, namespace: str) -> int:
-        """Return the entry of a new ledger, whose first change is begun."""
-        used = set(self._entries.values())
-        entry = self._entries.get(namespace) or next(e for e in _PLACES if e not in used)
+        """Return an entry for a new ledger, and begin its first change."""
+        in_use = set(self._entries.values())
+        entry = self._entries.get(namespace) or next(e for e in _PLACES if e not in in_use)
         self.number += 1
         self._write(entry, namespace, self.number)
         self._entries[namespace] = entry
@@ -154,13 +149,13 @@ class PoolTrailer:
             self.drop(namespace)
 
     def drop(self, namespace: str) -> None:
-        """Free the entry of a ledger that is gone; does nothing where there is none."""
+        """Free the entry of a deleted ledger, if there is one."""
         entry = self._entries.pop(namespace, None)
         if entry is not None:
             self._write(entry, namespace, 0)
 
     def begin(self, entry: int) -> int:
-        """Begin a change of the entry's ledger; return its number."""
+        """Begin a change of the entry's ledger, and return the change's number."""
         self.number = number = self.number + 1
         self._words[entry] = number
         return number
@@ -170,7 +165,7 @@ class PoolTrailer:
         self._words[entry + 1] = number
 
     def release(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
         self._words.release()
         self._bytes.release()
 
@@ -202,22 +197,22 @@ class ResetTable:
     """The table of resets, by namespace id in hex.
 
     Attributes:
-        base: the salt of namespaces without an entry; empty if they have none.
+        base: the salt of namespaces without an entry; empty: none.
     """
 
     def __init__(self) -> None:
         self.base = b""
-        self._salts: dict[str, bytes] = {}  # reset longest ago first
+        self._salts: dict[str, bytes] = {}  # the namespace reset longest ago first
 
     def salt_of(self, namespace: str) -> bytes:
-        """Return the salt of a namespace; empty if no reset is known."""
+        """Return the salt of a namespace; empty: no reset is known."""
         return self._salts.get(namespace, self.base)
 
     def draw(self, namespace: str) -> str:
         """Give a namespace a new salt.
 
         Returns:
-            Empty if the salt is stored; else why the next daemon will not know it, and the remedy.
+            Why the next daemon will not know the salt, with the remedy; empty: it will.
         """
         self._salts.pop(namespace, None)
         self._salts[namespace] = secrets.token_bytes(SALT_BYTES)
@@ -243,7 +238,7 @@ class ResetTable:
         """Replace the table by that of a page.
 
         Raises:
-            LedgerDamaged: the page is no such table, or is damaged; nothing has changed.
+            LedgerDamaged: the page is no table of resets, or damaged; this table is unchanged.
         """
         if len(page) != RESET_BYTES:
             raise LedgerDamaged(f"it has {len(page)} bytes, not {RESET_BYTES}")
@@ -265,6 +260,3 @@ class ResetTable:
 
     def __len__(self) -> int:
         return len(self._salts)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._salts)} namespaces>"

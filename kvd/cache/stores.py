@@ -1,8 +1,12 @@
-"""How chunks come into slots: stores, from engines; promotions, from tiers.
+"""How slots get chunks: loans to schedulers, stores by engines, promotions from tiers.
 
-A store's slot is one that a scheduler has on loan. Its step says which key has which of its slots
-(`Stores.begin`). Lanes write from then on, and report whose shares are there
-(`Stores.share_done`). A tier fills slots with chunks that it keeps.
+1. `Lending.lend` lends slots to a scheduler ahead of need.
+2. The scheduler's step gives some of these slots to keys (`Stores.begin`).
+3. Lanes write, and report each rank's share (`Stores.share_done`). With the last one the chunk is
+   READY.
+
+A promotion needs no loan: the broker takes a slot (`ChunkPromotions.begin`), a tier fills it
+(`ChunkPromotions.done`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +22,26 @@ from kvd_proto.directory import TIER_OWNER, Entry, SlotState
 
 
 class DescriptionWriter(Protocol):
-    """Keeps a description for each slot of a namespace."""
+    """Stores a description for each slot of a namespace."""
 
     @property
     def max_bytes(self) -> int:
-        """How many bytes a description may have."""
+        """The longest description that can be stored."""
 
     def write(self, slot: int, generation: int, description: bytes) -> bool:
-        """Keep the description of the slot's chunk; False where there is no room."""
+        """Store the description of the slot's chunk; False if there is no memory for it."""
 
 
 MakeDescriptions: TypeAlias = Callable[[str, int], DescriptionWriter | None]
-"""Makes the writer for a namespace, by its id in hex, with records of so many bytes; None where
-that cannot be now."""
+"""Makes the writer for a namespace, given its id in hex and the size of a record; None if that
+fails for now."""
 
 
 class Descriptions:
-    """Keeps descriptions, and counts those that are not kept.
+    """Stores descriptions, and counts those that it does not store.
 
     Attributes:
-        writer: None where none are kept.
+        writer: None: descriptions are not stored.
     """
 
     def __init__(self, counts: ChunkCounts) -> None:
@@ -46,11 +50,11 @@ class Descriptions:
 
     @property
     def max_bytes(self) -> int:
-        """How many bytes a description may have; 0 where none are kept."""
+        """The longest description that can be stored; 0: none can."""
         return 0 if self.writer is None else self.writer.max_bytes
 
-    def keep(self, slot: int, generation: int, description: bytes) -> None:
-        """Keep a description, or count why it is not kept: the store goes on without it."""
+    def write(self, slot: int, generation: int, description: bytes) -> None:
+        """Store a description, or count why it is not stored; the chunk's store does not fail."""
         writer, counts = self.writer, self._counts
         if writer is not None and len(description) > writer.max_bytes:
             counts.descriptions_too_long += 1
@@ -60,14 +64,17 @@ class Descriptions:
             counts.descriptions += 1
 
 
-AT_ONCE = 1024  # slots: a millisecond or two
-PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
-PARTS_ALONE, PARTS_OF_SEVERAL = 4, 32
-"""What part of its share an engine has on loan ahead of need: alone, or beside others."""
+MAX_LENT_AT_ONCE = 1024  # slots: one or two milliseconds
+MAX_TAKEN = 1 / 4  # of an engine's share: loans for which other namespaces' chunks are evicted
+MAX_AHEAD_ALONE, MAX_AHEAD_OF_SEVERAL = 1 / 4, 1 / 32
+"""Loans ahead of need, as a part of its share: of an engine alone, and of one of several."""
 
 
 class Lending:
-    """Lends the slots of one namespace; `sweep` frees some whose chunks a reset has dropped."""
+    """Lends the slots of one namespace.
+
+    `sweep` frees some slots whose chunks a reset has dropped.
+    """
 
     def __init__(
         self, slots: Slots, pool: Pool, uses: ChunkUses, sweep: Callable[[], None]
@@ -78,17 +85,17 @@ class Lending:
         self._sweep = sweep
 
     def share(self, engines: int) -> int:
-        """How many slots each of so many engines may have on loan at most."""
+        """Return how many slots each of `engines` engines may have on loan."""
         return max(1, self._slots.space.geometry.num_slots // engines)
 
-    def most_ahead(self, engines: int) -> int:
-        """How many slots each of so many engines may have on loan without asking for them.
+    def max_ahead(self, engines: int) -> int:
+        """Return how many slots each of `engines` engines may have on loan ahead of need.
 
-        One that is alone gives its loans away in the order of eviction. What is on loan to one of
-        several is not evicted for the others, so it has few.
+        A single engine uses its loans in the order of eviction. Chunks on loan to one of several
+        engines are not evicted for the others, so each gets few.
         """
-        parts = PARTS_ALONE if engines == 1 else PARTS_OF_SEVERAL
-        return max(1, self.share(engines) // parts)
+        part = MAX_AHEAD_ALONE if engines == 1 else MAX_AHEAD_OF_SEVERAL
+        return max(1, int(self.share(engines) * part))
 
     def lend(
         self,
@@ -100,40 +107,41 @@ class Lending:
         *,
         evict: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Lend up to `need` slots to one of the namespace's `engines`, in this order.
+        """Lend up to `need` slots to `owner`, one of `engines` engines of the namespace.
 
-        1. of what is free in this namespace and of what no namespace owns;
-        2. of other namespaces' columns, where it may `evict`, up to a part of its share;
-        3. of this namespace's chunks those that are evicted next. They stay until it gives their
-           slots to keys.
+        Slots come, in this order, from:
 
-        While only `usable` bytes of the pool can be used, as it is filled, there is 1 alone.
+        1. free slots of this namespace and unowned columns;
+        2. with `evict`: columns of other namespaces, up to a part of the engine's share;
+        3. slots of this namespace's chunks that are evicted next. Such a chunk stays until `owner`
+           gives its slot to a key.
+
+        While the pool is being filled, only its `usable` bytes are used, and only step 1.
 
         Returns:
-            Slots, and the generation that each has once it is given to a key.
+            The slots, and the generation of each once it is given to a key.
         """
         self._uses.set_time(now)
         space = self._slots.space
-        need = min(need, AT_ONCE)
+        need = min(need, MAX_LENT_AT_ONCE)
         self._sweep_for(need)
         self._pool.acquire(space, need, usable, evict=False)
         slots = space.take(need, usable)
         if usable is None:
             if evict:
-                part = max(1, self.share(engines) // PARTS)
-                more = min(need, part - self._slots.loans.count(owner)) - len(slots)
-                if more > 0:
-                    self._pool.acquire(space, more)
-                    slots += space.take(more)
+                max_taken = max(1, int(self.share(engines) * MAX_TAKEN))
+                num_more = min(need, max_taken - self._slots.loans.count(owner)) - len(slots)
+                if num_more > 0:
+                    self._pool.acquire(space, num_more)
+                    slots += space.take(num_more)
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
     def take_free(self, n: int, now: float, usable: int | None = None) -> list[int]:
-        """Up to `n` FREE slots for chunks that come up from a tier.
+        """Take up to `n` FREE slots for promotions; evicts chunks as needed.
 
-        First of what is free, then of others' columns, then of chunks of this namespace that no
-        load pins, which are evicted; nothing is evicted while only `usable` bytes of the pool can
-        be used.
+        From free slots, then columns of other namespaces, then chunks of this namespace that are
+        evicted next. While only `usable` bytes of the pool are filled, from free slots alone.
         """
         self._uses.set_time(now)
         space = self._slots.space
@@ -162,9 +170,10 @@ class Lending:
         self._slots.end_loans(list(self._slots.loans))
 
     def end_unused_loans(self, since: float, but: int | None = None) -> None:
-        """End the loans of owners, except `but`, that have used none since then.
+        """End all loans of owners, except `but`, that have used none since `since`.
 
-        All of them: those that were lent last would be given away first, and are evicted too early.
+        All rather than some: an owner uses its newest loans first, and the chunks that it keeps on
+        loan then are evicted too early.
         """
         for owner in self._slots.loans.unused_since(since, but):
             self.end_loans(owner)
@@ -187,7 +196,7 @@ class Stores:
         self._descriptions = descriptions
         self._ghosts = ghosts
 
-    def begin(  # noqa: PLR0917 stores have these parts
+    def begin(  # noqa: PLR0917  # the fields of a Step
         self,
         keys: Sequence[bytes],
         slots: Sequence[int],
@@ -199,34 +208,37 @@ class Stores:
         seconds: float = 60.0,
         descriptions: Sequence[bytes] = (),
     ) -> None:
-        """Give keys the loans that their owner has chosen, [n] each, a prompt's head first.
+        """Begin stores: give slots on loan to keys, [n] each, a prompt's head first.
 
-        Lanes write from then on. What a slot has held until now is evicted. `blocks` says what of
-        each chunk is stored; all of it where it is left out. What is not READY within `seconds` is
-        given up. `descriptions` are kept where they fit; one that is empty is none.
+        Lanes write from then on; a slot's chunk before is evicted. A store is not begun, and
+        counted, if:
 
-        A store is lost where the slot is no loan of this owner any more. It has lost a race where
-        its key is here, and not with fewer blocks only: the slot is not on loan any more, and what
-        it holds stays.
+        - it is lost: the slot is no longer on loan to `owner` under this generation;
+        - it lost a race: the key already has a chunk, and not with fewer blocks than this store's.
+          The loan ends, and the slot keeps its chunk;
+        - the index has no place for the key: the same.
+
+        `blocks` are written of each chunk; no items: all of all chunks. Stores that are not READY
+        within `seconds` are given up. `descriptions`: empty for none; or no items.
         """
         self._uses.set_time(now)
         directory, counts, loans = self._directory, self._counts, self._slots.loans
         begun: list[int] = []
         evicted: list[int] = []
-        unused: dict[int, None] = {}  # slots whose keys get none
-        lost = raced = 0
+        unused: dict[int, None] = {}  # slots of stores that are not begun
+        num_lost = num_raced = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
             if not loans.use(owner, slot, generation, now):
-                lost += 1
+                num_lost += 1
                 continue
             chunk = directory.entry(key)
-            if chunk is not None and not self._is_lesser(chunk, blocks[i] if blocks else None):
+            if chunk is not None and not self._has_fewer(chunk, blocks[i] if blocks else None):
                 unused[slot] = None
-                raced += 1
+                num_raced += 1
                 continue
             if chunk is not None and chunk[0] != slot:
                 unused.pop(chunk[0], None)
-                self._drop_lesser(chunk[0])
+                self._drop_replaced(chunk[0])
                 counts.replaced += 1
             if directory.state(slot) == _READY:
                 self._slots.evict((slot,), now)
@@ -234,31 +246,31 @@ class Stores:
             if not directory.place(key, slot, owner, generation):
                 unused[slot] = None
                 counts.index_full += 1
-                raced += 1
+                num_raced += 1
                 continue
             begun.append(slot)
             if descriptions and descriptions[i]:
-                self._descriptions.keep(slot, generation, descriptions[i])
+                self._descriptions.write(slot, generation, descriptions[i])
         self._slots.return_slots(list(unused))
         self._uses.count_evicted(evicted)
-        self._slots.started(begun, now + seconds, now)
-        self._uses.mark(begun)
+        self._slots.begin_writing(begun, now + seconds, now)
+        self._uses.stamp(begun)
         if self._uses.demotion_queues is not None:
-            self._uses.demotion_queues.begun(begun)
+            self._uses.demotion_queues.note_begun(begun)
         counts.offered += len(keys)
         counts.accepted += len(keys)
-        counts.stores_lost += lost
-        counts.stores_raced += raced
+        counts.stores_lost += num_lost
+        counts.stores_raced += num_raced
 
-    def _is_lesser(self, chunk: Entry, offered: Blocks | None) -> bool:
-        """Whether a chunk is READY with some of the blocks that are offered, and no others."""
+    def _has_fewer(self, chunk: Entry, offered: Blocks | None) -> bool:
+        """Whether a chunk is READY with only some of the offered blocks (None: all blocks)."""
         _, _, state, first, count = chunk
         if offered is None:
             offered = 0, self._directory.blocks_per_chunk
         return state == _READY and (first, count) != offered and covers(offered, (first, count))
 
-    def _drop_lesser(self, slot: int) -> None:
-        """READY -> FREE, or doomed where pinned; its loan ends."""
+    def _drop_replaced(self, slot: int) -> None:
+        """Drop a chunk that a store of more blocks replaces; its loan ends."""
         if slot in self._slots.loans:
             self._slots.loans.end(slot)
         self._directory.end_loans((slot,))
@@ -267,7 +279,7 @@ class Stores:
     def count_offered(
         self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
     ) -> None:
-        """Count keys that a scheduler has offered and answered by itself."""
+        """Count keys that were offered to a scheduler and that it did not store."""
         counts = self._counts
         counts.offered += present + pending + not_yet + refused
         counts.present += present
@@ -281,7 +293,7 @@ class Stores:
             counts.full += refused
 
     def remember_unstored(self, keys: Sequence[bytes], now: float) -> None:
-        """Remember keys that got no slot and are not offered again."""
+        """Leave ghosts for keys that got no slot and are not offered again."""
         capped = self._pool.is_capped(self._slots.space)
         cause = GhostCause.QUOTA if capped else GhostCause.REFUSED
         self._counts.unstored += len(keys)
@@ -289,7 +301,7 @@ class Stores:
             if self._directory.find(key) < 0:
                 self._ghosts.add(key, cause, now, used=now)
 
-    def share_done(  # noqa: PLR0917 a report has these parts
+    def share_done(  # noqa: PLR0917  # the fields of a lane's report
         self,
         owner: int,
         rank: int,
@@ -301,16 +313,16 @@ class Stores:
         *,
         ok: bool,
     ) -> tuple[Refs, Refs]:
-        """A lane reports one rank's share of these slots, [n] each.
+        """Process a lane's report about one rank's shares of these slots, [n] each.
 
-        A chunk becomes READY with the last expected rank. One whose share failed, or
-        of which no block is there on every rank, can never be READY and is given up.
-        Reports about slots that have moved on, and second reports, are ignored.
+        With the last expected share a chunk becomes READY. A chunk is given up if its share failed,
+        or if no block is in the shares of all ranks. Repeated reports, and reports about slots that
+        have another chunk now, are ignored and counted.
 
         Returns:
-            The slots that are READY now, and those that were given up, to be revoked.
+            The chunks that became READY, and those that were given up, to be revoked at lanes.
         """
-        directory, ready, stale = self._directory, list[int](), 0
+        directory, ready, num_stale = self._directory, list[int](), 0
         writers = self._slots.space.geometry.writers
         failed: dict[int, None] = {}
         columns = (map(int, column) for column in (slots, generations, first, count, groups))
@@ -323,31 +335,31 @@ class Stores:
                 or directory.owner(slot) != owner
                 or not (expected := writers(slot)) & ~directory.ranks_done(slot) & 1 << rank
             ):
-                stale += 1
+                num_stale += 1
                 continue
-            done = covered = 0
+            ranks_done = common_blocks = 0
             if ok and blocks > 0:
-                done, covered = directory.add_share(slot, rank, block, blocks, group)
-            if not covered:
+                ranks_done, common_blocks = directory.add_share(slot, rank, block, blocks, group)
+            if not common_blocks:
                 failed[slot] = None
-            elif done == expected:
+            elif ranks_done == expected:
                 ready.append(slot)
         for slot in ready:
-            self._slots.finish(slot)
+            self._slots.make_ready(slot)
         if ready and self._uses.demotion_queues is not None:
-            self._uses.demotion_queues.ready(ready)
+            self._uses.demotion_queues.note_ready(ready)
         self._counts.stored += len(ready)
-        self._counts.stale_reports += stale
+        self._counts.stale_reports += num_stale
         return self._slots.refs(ready), self._slots.give_up(list(failed))
 
     def drop(self, keys: Sequence[bytes], owner: int) -> Refs:
-        """Give up what `owner` writes under these keys; slots to be revoked."""
-        directory, gone = self._directory, dict[int, None]()
+        """Give up the stores of `owner` with these keys; returns the chunks to be revoked."""
+        directory, dropped = self._directory, dict[int, None]()
         for key in keys:
             slot = directory.find(key)
             if slot >= 0 and directory.state(slot) == _WRITING and directory.owner(slot) == owner:
-                gone[slot] = None
-        return self._slots.give_up(list(gone))
+                dropped[slot] = None
+        return self._slots.give_up(list(dropped))
 
 
 class ChunkPromotions:
@@ -363,46 +375,46 @@ class ChunkPromotions:
         self._counts = slots.counts
         self._descriptions = descriptions
 
-    def begin(  # noqa: PLR0917 a promotion has these parts
+    def begin(  # noqa: PLR0917  # a promotion's parts
         self,
         keys: Sequence[bytes],
         tier: str,
         now: float,
         seconds: float,
-        most: int,
+        limit: int,
         usable: int | None = None,
     ) -> list[tuple[bytes, int, int]]:
-        """Give up to `most` of these keys slots that a tier is to fill, a prompt's head first.
+        """Give slots, for a tier to fill, to up to `limit` of these keys, a prompt's head first.
 
-        Left out are keys that are here, or are being written, and those for which there is no
-        room. What is not `done` within `seconds` is given up, by `expire`; `reset` gives all
-        of them up. Such slots wait until `slots.revoked` or `slots.lane_lost` is called with the
-        name of the tier's process, `tier`, which no lane has; nobody else is asked. While the pool
-        is filled `usable` bytes of it can be used, and nothing is evicted.
+        Keys that are in memory or being written are left out. There may be fewer free slots.
+        Promotions that are not `done` within `seconds` are given up by `expire`, all of them by
+        `reset`. A slot given up is DRAINING until `slots.revoked` or `slots.lane_lost` is called
+        with `tier`, the name of the tier's process, which no lane has. While only `usable` bytes of
+        the pool are filled, nothing is evicted.
 
         Returns:
-            Key, slot and generation of each.
+            Key, slot and generation of each promotion.
         """
         directory = self._directory
-        missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:most]
+        missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:limit]
         if not missing:
             return []
         slots = self._lending.take_free(len(missing), now, usable)
-        found: list[tuple[bytes, int, int]] = []
+        promotions: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
         for key, slot in zip(missing, slots, strict=False):
             if directory.place(key, slot, TIER_OWNER):
-                found.append((key, slot, directory.generation(slot)))
+                promotions.append((key, slot, directory.generation(slot)))
             else:
                 self._counts.index_full += 1
                 unused.append(slot)
         self._slots.space.give(unused)
-        begun = [slot for _, slot, _ in found]
-        self._slots.fill(begun, tier, now + seconds, now)
-        self._uses.mark(begun)
-        return found
+        begun = [slot for _, slot, _ in promotions]
+        self._slots.begin_filling(begun, tier, now + seconds, now)
+        self._uses.stamp(begun)
+        return promotions
 
-    def done(  # noqa: PLR0917 a chunk has these parts
+    def done(  # noqa: PLR0917  # a chunk's parts
         self,
         slot: int,
         generation: int,
@@ -411,9 +423,9 @@ class ChunkPromotions:
         group: int,
         description: bytes = b"",
     ) -> bool:
-        """A tier has filled a slot with these blocks, in the shares of all ranks: it is READY.
+        """Make a chunk READY that a tier has filled with these blocks in the shares of all ranks.
 
-        False where it was given up meanwhile, or is now, because no chunk has such blocks.
+        False: the promotion was given up before, or is now because the blocks are out of range.
         """
         directory = self._directory
         if slot not in self._slots.filling or directory.generation(slot) != generation:
@@ -423,19 +435,16 @@ class ChunkPromotions:
             return False
         directory.fill(slot, self._slots.space.geometry.writers(slot), first, count, group)
         if description:
-            self._descriptions.keep(slot, generation, description)
-        self._slots.finish(slot)
+            self._descriptions.write(slot, generation, description)
+        self._slots.make_ready(slot)
         self._counts.promoted += 1
         if self._uses.demotion_queues is not None:
-            self._uses.demotion_queues.promoted(slot)
+            self._uses.demotion_queues.note_promoted(slot)
         return True
 
     def give_up(self, refs: Refs) -> Refs:
-        """Give up what a tier was to fill: those of these slots that it fills still.
-
-        They are DRAINING until the tier has answered or is gone, see `begin`.
-        """
+        """Give up those of these promotions that are under way, and return them; see `begin`."""
         filling, generation = self._slots.filling, self._directory.generation
-        there = [ref for ref in refs if ref[0] in filling and generation(ref[0]) == ref[1]]
-        self._slots.give_up([slot for slot, _ in there])
-        return there
+        under_way = [ref for ref in refs if ref[0] in filling and generation(ref[0]) == ref[1]]
+        self._slots.give_up([slot for slot, _ in under_way])
+        return under_way

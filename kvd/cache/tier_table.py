@@ -1,11 +1,11 @@
-"""The one writer of a directory's tier table (format: `kvd_proto.tier_table`).
+"""Writes a directory's tier table (format: `kvd_proto.tier_table`).
 
-It knows what tiers have said that they hold, and for a while what shared tiers have said that they
-do not. Nothing here moves a byte, and a wrong entry costs a miss.
+It records which chunks tiers hold, and for a while which chunks shared tiers do not have. A wrong
+entry costs a miss.
 
-What goes all at once, by a reset (`forget`) or with a tier (`release_tier`), is old at first, and
-leaves its places by `sweep`, or where another chunk takes one. Readers of the ring are then told to
-look through the table (`ChangeKind.TIERS`); of one chunk they are told by itself.
+A reset (`forget`) and the end of a tier (`release_tier`) make many entries invalid at once: they
+become old, and are removed by `sweep` or overwritten. The ring of changes gets one
+`ChangeKind.TIERS` for all of them, otherwise a change for each chunk.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ from kvd_proto.tier_table import (
     TierTableView,
 )
 
-MOST_ABSENT = 4096
-SWEPT_AT_ONCE = 1024  # entries: two or three milliseconds
-STEPS = 16  # that `hold_all` goes from the keys' homes; few keys have to go further
-LOOKED_AT = 32 * SWEPT_AT_ONCE  # places: less than one
+MAX_ABSENT = 4096  # entries of chunks that no tier holds
+SWEPT_AT_ONCE = 1024  # entries removed by one `sweep`: two or three milliseconds
+SCANNED_AT_ONCE = 32 * SWEPT_AT_ONCE  # places scanned by one `sweep`: less than a millisecond
+MAX_STEPS = 16  # places from its home on that `hold_all` tries for a key; few keys need more
 
 _PACK = BODY.pack_into
 _EPOCH = 0xFFFF_FFFF
@@ -44,14 +44,14 @@ _KEPT, _RELEASED = int(ChangeKind.KEPT), int(ChangeKind.RELEASED)
 
 
 class TierTable(TierTableView):
-    """Writes the tier table of a directory whose memory is all zero but for its header.
+    """Writes the tier table of a new directory: all zero but its header.
 
     Keys have 1 to 48 bytes, tiers are numbered as in the settings.
 
     Args:
         whole: the directory.
-        header: the directory's; it has tiers.
-        changes: the directory's.
+        header: of the directory, with tiers.
+        changes: of the directory.
     """
 
     def __init__(self, whole: memoryview, header: DirectoryHeader, changes: ChangeLog) -> None:
@@ -59,102 +59,102 @@ class TierTable(TierTableView):
         whole[EPOCH_AT : EPOCH_AT + 8] = (1).to_bytes(8, "little")
         super().__init__(whole, at, homes, limit, header.num_tiers)
         self._changes = changes
-        self._most = homes * 3 // 4
-        self._held = self._old = 0
-        self._absent: dict[bytes, None] = {}  # asked longest ago first
-        self._leaving = 0  # tiers whose bits mean nothing any more
-        self._left: dict[int, int] = {}  # such a tier -> places that may still have its bit
-        self._swept = 0  # where `sweep` goes on
+        self._max_entries = homes * 3 // 4
+        self._num_held = self._num_old = 0
+        self._absent: dict[bytes, None] = {}  # keys, the one asked for longest ago first
+        self._releasing = 0  # tiers whose bits are invalid, as a bit mask
+        self._to_strip: dict[int, int] = {}  # such a tier -> places that may still have its bit
+        self._sweep_at = 0  # the place from which `sweep` continues
 
     def __len__(self) -> int:
-        """The chunks that some tier holds."""
-        return self._held
+        """Return the number of chunks that some tier holds."""
+        return self._num_held
 
     # ---------------------------------------------------------------- one chunk
 
     def hold(self, key: bytes, tier: int, first: int, count: int, group: int) -> bool:
-        """A tier holds these blocks of a chunk from now on.
+        """Record that a tier holds these blocks of a chunk.
 
-        An entry speaks of the same blocks in all of its tiers. Where another tier holds these
-        blocks and more, this tier's are of no use and not noted; otherwise the latest count.
+        An entry has the same blocks for all its tiers. If another tier holds these blocks and more,
+        this tier is not recorded; otherwise the latest blocks replace those before.
 
         Returns:
-            False where the table is full, or the tier is still being released.
+            False: the table is full, or the tier is still being released.
         """
         bit = 1 << tier
-        if self._leaving & bit:
+        if self._releasing & bit:
             return False
         words = self._words
         hash32 = crc32(key)
         at, spare = self._walk(key, hash32)
         if at >= 0 and words[at] & 0xFF == HELD and words[at + 1] & _EPOCH == self._epoch[0]:
             word, blocks = words[at], words[at + 2]
-            tiers = word >> 8 & 0xFF & ~self._leaving
+            tiers = word >> 8 & 0xFF & ~self._releasing
             if blocks == first | count << 16 | group << 32:
                 words[at] = word & ~0xFF00 | (tiers | bit) << 8
                 if not tiers:
                     self._changes.write(_KEPT, 0, 0, first, count, group, key)
                 return True
-            if (others := tiers & ~bit) and _is_part(blocks, first, count, group):
+            if (others := tiers & ~bit) and _includes(blocks, first, count, group):
                 words[at] = word & ~0xFF00 | others << 8
                 return True
         elif not self._make_room(at, spare):
             return False
         else:
             self._absent.pop(key, None)
-            self._held += 1
+            self._num_held += 1
         self._write(at if at >= 0 else spare, hash32, key, HELD, bit, 0, first, count, group)
         self._changes.write(_KEPT, 0, 0, first, count, group, key)
         return True
 
     def release(self, key: bytes, tier: int) -> bool:
-        """A tier holds a chunk no more; False where nobody thought that it did."""
+        """Record that a tier holds a chunk no more; False: it was not recorded as held."""
         words = self._words
         at, _ = self._walk(key, crc32(key))
         if at < 0 or words[at] & 0xFF != HELD or words[at + 1] & _EPOCH != self._epoch[0]:
             return False
-        tiers = words[at] >> 8 & 0xFF & ~self._leaving
+        tiers = words[at] >> 8 & 0xFF & ~self._releasing
         if not tiers & 1 << tier:
             return False
         tiers &= ~(1 << tier)
         if tiers:
             words[at] = words[at] & ~0xFF00 | tiers << 8
         else:
-            self._held -= 1
+            self._num_held -= 1
             self._remove(at)
             self._changes.write(_RELEASED, 0, key=key)
         return True
 
     def mark_absent(self, key: bytes, now: float) -> None:
-        """No tier that could be asked has the chunk, at `now` in seconds of CLOCK_MONOTONIC.
+        """Record that the shared tiers do not have a chunk; `now`: seconds of CLOCK_MONOTONIC.
 
-        Only so many are known, those that were asked last; none where the table is full, or where
-        a tier holds the chunk.
+        The table keeps the last `MAX_ABSENT` of these. Nothing is recorded if it is full, or if a
+        tier holds the chunk.
         """
         words, hash32 = self._words, crc32(key)
         at, spare = self._walk(key, hash32)
-        counts = at >= 0 and words[at + 1] & _EPOCH == self._epoch[0]
-        if counts and words[at] & 0xFF == HELD:
+        valid = at >= 0 and words[at + 1] & _EPOCH == self._epoch[0]
+        if valid and words[at] & 0xFF == HELD:
             return
-        if not counts and not self._make_room(at, spare):
+        if not valid and not self._make_room(at, spare):
             return
         time = int(now * 1000) & 0xFFFF_FFFF
         self._absent.pop(key, None)
         self._absent[key] = None
         self._write(at if at >= 0 else spare, hash32, key, ABSENT, 0, time, 0, 0, 0)
-        if len(self._absent) > MOST_ABSENT:
+        if len(self._absent) > MAX_ABSENT:
             oldest = next(iter(self._absent))
             del self._absent[oldest]
             self._remove(self._walk(oldest, crc32(oldest))[0])
 
     def _walk(self, key: bytes, hash32: int) -> tuple[int, int]:
-        """The words where the key's entry begins, which may be old, and where one may be written.
+        """Return the word index of the key's entry, perhaps an old one, and of a spare place.
 
-        The latter is the first place with an old entry or none. -1: there is no such place.
+        A spare place is empty or has an old entry; the first from the key's home on. -1: none.
         """
         words, epoch, same = self._words, self._epoch[0], hash32 << 32 | len(key) << 16
         at, spare = (hash32 & self._mask) * WORDS, -1
-        end, old = at + self._limit * WORDS, self._old
+        end, old = at + self._limit * WORDS, self._num_old
         while at < end:
             word = words[at]
             if not word:
@@ -167,18 +167,18 @@ class TierTable(TierTableView):
         return -1, spare
 
     def _make_room(self, at: int, spare: int) -> bool:
-        """Whether an entry may be written, at `spare` or in place of an old one of its key."""
+        """Whether an entry may be written: over the key's old entry at `at`, or at `spare`."""
         place = at if at >= 0 else spare
         if place < 0:
             return False
         word = self._words[place]
         if not word:
-            return self._held + self._old + len(self._absent) < self._most
+            return self._num_held + self._num_old + len(self._absent) < self._max_entries
         if self._words[place + 1] & _EPOCH != self._epoch[0]:
-            self._old -= 1
+            self._num_old -= 1
         return True
 
-    def _write(  # noqa: PLR0917 an entry has these parts
+    def _write(  # noqa: PLR0917  # the parts of an entry
         self,
         at: int,
         hash32: int,
@@ -195,21 +195,21 @@ class TierTable(TierTableView):
         self._words[at] = hash32 << 32 | len(key) << 16 | tiers << 8 | state
 
     def _remove(self, at: int) -> None:
-        """Take an entry out, and shift back those that its place would cut off from their homes.
+        """Remove an entry, and shift back entries that the hole would separate from their homes.
 
         An entry is written at its new place before its old one is overwritten, so readers see it
         twice or miss it.
         """
-        words, whole, mask, leaving = self._words, self._bytes, self._mask, self._leaving
+        words, table, mask, releasing = self._words, self._bytes, self._mask, self._releasing
         last = self.places * WORDS
         hole = at
         while (at := at + WORDS) < last and (word := words[at]):
             if (word >> 32 & mask) * WORDS > hole:
                 continue
             words[hole] = BUSY
-            whole[hole * 8 + 8 : hole * 8 + ENTRY_BYTES] = whole[at * 8 + 8 : at * 8 + ENTRY_BYTES]
+            table[hole * 8 + 8 : hole * 8 + ENTRY_BYTES] = table[at * 8 + 8 : at * 8 + ENTRY_BYTES]
             words[hole] = word
-            if leaving:
+            if releasing:
                 self._strip(hole)
             hole = at
         words[hole] = 0
@@ -228,33 +228,35 @@ class TierTable(TierTableView):
         count: npt.NDArray[np.integer],
         groups: npt.NDArray[np.integer],
     ) -> int:
-        """`hold` these, [n] each: what a tier has found at its start, hundreds at a time.
+        """`hold` many chunks, [n] each: those that a tier has found at its start.
 
-        Readers of the ring are not told of all; `request_rescan` them when it was the last.
+        The ring does not get a change for each; call `request_rescan` after the last batch.
 
         Returns:
-            How many are noted.
+            How many were recorded.
         """
         n, bit = len(keys), 1 << tier
         rest: Sequence[int] = range(n)
-        if not self._leaving & bit and self._held + self._old + len(self._absent) + n < self._most:
-            written, rest = self._fill(keys, bit, _blocks(first, count, groups))
-            self._held += written
-        noted = n - len(rest)
+        num_entries = self._num_held + self._num_old + len(self._absent)
+        if not self._releasing & bit and num_entries + n < self._max_entries:
+            num_written, rest = self._fill(keys, bit, _pack_blocks(first, count, groups))
+            self._num_held += num_written
+        num_recorded = n - len(rest)
         for i in rest:
-            noted += self.hold(keys[i], tier, int(first[i]), int(count[i]), int(groups[i]))
-        return noted
+            num_recorded += self.hold(keys[i], tier, int(first[i]), int(count[i]), int(groups[i]))
+        return num_recorded
 
     def _fill(
         self, keys: Sequence[bytes], bit: int, blocks: npt.NDArray[np.uint64]
     ) -> tuple[int, list[int]]:
-        """Write entries for keys that have none, as far as empty places are near their homes.
+        """Write entries for keys that have none, with numpy, at empty places near their homes.
 
-        All keys go from their homes on at the same time, place by place. Of those that meet at an
-        empty one the first takes it; so no place between an entry and its home is empty.
+        All keys probe at the same time, one place per step. Of the keys that reach the same empty
+        place the first takes it; so no place between an entry and its home is empty.
 
         Returns:
-            How many were written; and which keys were not, some of which have entries.
+            The number of entries written, and the indices of the other keys; some of these have
+            entries already.
         """
         table, _ = self._columns(0, self.places)
         words = np.frombuffer(self._bytes, np.uint64).reshape(-1, WORDS)
@@ -264,90 +266,90 @@ class TierTable(TierTableView):
         padded = np.frombuffer(b"".join(key.ljust(KEY_BYTES, b"\0") for key in keys), np.uint8)
         padded = padded.reshape(-1, KEY_BYTES)
         places = (hashes & np.uint64(self._mask)).astype(np.int64)
-        left, met = np.arange(len(keys)), []
-        for _ in range(min(STEPS, self._limit)):
-            there = words[places[left], 0]
-            known = there & np.uint64(SAME) == same[left]
-            met += left[known].tolist()
-            empty = np.flatnonzero(there == 0)
-            at, firsts = np.unique(places[left[empty]], return_index=True)
-            taken = empty[firsts]
-            mine = left[taken]
+        probing, have_entries = np.arange(len(keys)), []
+        for _ in range(min(MAX_STEPS, self._limit)):
+            first_words = words[places[probing], 0]
+            finished = first_words & np.uint64(SAME) == same[probing]
+            have_entries += probing[finished].tolist()
+            empty = np.flatnonzero(first_words == 0)
+            at, firsts = np.unique(places[probing[empty]], return_index=True)
+            winners = empty[firsts]
+            placed = probing[winners]
             words[at, 1] = self._epoch[0]
-            words[at, 2] = blocks[mine]
-            table[at, -KEY_BYTES:] = padded[mine]
-            words[at, 0] = same[mine] | np.uint64(bit << 8 | HELD)  # readers see it from here on
-            places[left[there != 0]] += 1
-            known[taken] = True
-            left = left[~known]
-            if not len(left):
+            words[at, 2] = blocks[placed]
+            table[at, -KEY_BYTES:] = padded[placed]
+            words[at, 0] = same[placed] | np.uint64(bit << 8 | HELD)  # last: readers see it now
+            places[probing[first_words != 0]] += 1
+            finished[winners] = True
+            probing = probing[~finished]
+            if not len(probing):
                 break
-        rest = [*met, *left.tolist()]
+        rest = [*have_entries, *probing.tolist()]
         return len(keys) - len(rest), rest
 
     def request_rescan(self) -> None:
-        """Tell readers of the ring to look through the table."""
+        """Make readers of the ring scan the table."""
         self._changes.write(ChangeKind.TIERS)
 
     def forget(self) -> None:
-        """Nothing that is here counts any more, for readers at once."""
+        """Make all entries invalid, for readers at once."""
         self._epoch[0] += 1
-        self._old += self._held + len(self._absent)
-        self._held = 0
+        self._num_old += self._num_held + len(self._absent)
+        self._num_held = 0
         self._absent.clear()
         self.request_rescan()
 
     def release_tier(self, tier: int) -> None:
-        """A tier holds nothing any more; `sweep` clears its bits, and `hold` takes none till then.
+        """Begin to clear a tier's bits, which `sweep` does; until then `hold` refuses the tier.
 
-        Whoever looks meanwhile may find them: its status should say that it is not usable.
+        Readers may still find these bits: set the tier's health to not usable before.
         """
-        self._leaving |= 1 << tier
-        self._left[tier] = self.places
+        self._releasing |= 1 << tier
+        self._to_strip[tier] = self.places
 
     def is_releasing(self, tier: int) -> bool:
-        """Whether `sweep` has still to clear a tier's bits."""
-        return tier in self._left
+        """Whether `sweep` has not yet cleared all bits of a tier."""
+        return tier in self._to_strip
 
     @property
     def is_swept(self) -> bool:
-        """Nothing is left to do for `sweep`."""
-        return not (self._old or self._left)
+        """Whether `sweep` has nothing left to do."""
+        return not (self._num_old or self._to_strip)
 
     def sweep(self) -> None:
-        """Remove some of what is old, and some bits of tiers that leave: a few milliseconds."""
+        """Remove some old entries and some bits of released tiers, in a few milliseconds."""
         if self.is_swept:
             return
-        begin = self._swept
-        end = min(begin + LOOKED_AT, self.places)
-        if self._left:
+        begin = self._sweep_at
+        end = min(begin + SCANNED_AT_ONCE, self.places)
+        if self._to_strip:
             self._strip_all(begin, end)
-        removed = 0
+        num_removed = 0
         for place in np.flatnonzero(self._is_old(begin, end)).tolist():
             at = (begin + place) * WORDS
-            # What is shifted to this place may be old, too.
+            # An entry that is shifted to this place may be old, too.
             while self._words[at] and self._words[at + 1] & _EPOCH != self._epoch[0]:
-                self._old -= 1
-                removed += 1
+                self._num_old -= 1
+                num_removed += 1
                 self._remove(at)
-            if removed >= SWEPT_AT_ONCE:
+            if num_removed >= SWEPT_AT_ONCE:
                 end = begin + place + 1
                 break
-        self._swept = end if end < self.places else 0
-        for tier in list(self._left):
-            self._left[tier] -= end - begin
-            if self._left[tier] <= 0:
-                del self._left[tier]
-                self._leaving &= ~(1 << tier)
+        self._sweep_at = end if end < self.places else 0
+        for tier in list(self._to_strip):
+            self._to_strip[tier] -= end - begin
+            if self._to_strip[tier] <= 0:
+                del self._to_strip[tier]
+                self._releasing &= ~(1 << tier)
                 self.request_rescan()
 
     def _columns(
         self, begin: int, end: int
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """The entries of some places as bytes and as halves of words: [n, 72] and [n, 18]."""
-        part = self._bytes[begin * ENTRY_BYTES : end * ENTRY_BYTES]
-        table = np.frombuffer(part, np.uint8).reshape(-1, ENTRY_BYTES)
-        return table, np.frombuffer(part, np.uint32).reshape(-1, ENTRY_BYTES // 4)
+        """Return places `begin` to `end - 1` as bytes and as half words: [n, 72] and [n, 18]."""
+        entries = self._bytes[begin * ENTRY_BYTES : end * ENTRY_BYTES]
+        table = np.frombuffer(entries, np.uint8).reshape(-1, ENTRY_BYTES)
+        return table, np.frombuffer(entries, np.uint32).reshape(-1, ENTRY_BYTES // 4)
 
     def _is_old(self, begin: int, end: int) -> npt.NDArray[np.bool_]:
         table, halves = self._columns(begin, end)
@@ -355,30 +357,30 @@ class TierTable(TierTableView):
         return old
 
     def _strip_all(self, begin: int, end: int) -> None:
-        """`_strip` all entries of these places."""
+        """`_strip` all entries at places `begin` to `end - 1`."""
         table, halves = self._columns(begin, end)
         tiers = table[:, 1]
-        some = np.flatnonzero(tiers & self._leaving)
-        tiers[some] &= 0xFF & ~self._leaving
-        gone = some[(tiers[some] == 0) & (halves[some, 2] == self._epoch[0])]
-        halves[gone, 2] = 0
-        self._held -= len(gone)
-        self._old += len(gone)
+        stripped = np.flatnonzero(tiers & self._releasing)
+        tiers[stripped] &= 0xFF & ~self._releasing
+        old = stripped[(tiers[stripped] == 0) & (halves[stripped, 2] == self._epoch[0])]
+        halves[old, 2] = 0
+        self._num_held -= len(old)
+        self._num_old += len(old)
 
     def _strip(self, at: int) -> None:
-        """Clear an entry's bits of tiers that leave; without another bit it is old."""
+        """Clear an entry's bits of released tiers; without another bit it becomes old."""
         words = self._words
         word = words[at]
-        if not word >> 8 & self._leaving:
+        if not word >> 8 & self._releasing:
             return
-        words[at] = word = word & ~(self._leaving << 8)
+        words[at] = word = word & ~(self._releasing << 8)
         if not word & 0xFF00 and words[at + 1] & _EPOCH == self._epoch[0]:
             words[at + 1] &= ~_EPOCH
-            self._held -= 1
-            self._old += 1
+            self._num_held -= 1
+            self._num_old += 1
 
     def set_health(self, tier: int, health: TierHealth) -> None:
-        """Tell readers what is known of a tier."""
+        """Publish a tier's health to readers."""
         at = tier * STATUS_STRIDE // 8
         for i, value in enumerate(health):
             self._status[at + i] = int(value)
@@ -386,25 +388,31 @@ class TierTable(TierTableView):
     # -------------------------------------------------------------- inspection
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where an entry cannot be found, or counts are wrong."""
+        """Raise IntegrityError if an entry cannot be found, or counts are wrong."""
         words, epoch = self._words, self._epoch[0]
         self.check_places(0, self.places)
         states: dict[bytes, int] = {}
         table, halves = self._columns(0, self.places)
         occupied = table[:, 0] != 0
-        current = np.flatnonzero(occupied & (halves[:, 2] == epoch))
-        for at in (current * WORDS).tolist():
+        valid = np.flatnonzero(occupied & (halves[:, 2] == epoch))
+        for at in (valid * WORDS).tolist():
             states[self._key(at)] = words[at] & 0xFF
-        held = sum(state == HELD for state in states.values())
+        num_held = sum(state == HELD for state in states.values())
         absent = {key for key, state in states.items() if state == ABSENT}
-        old = int(np.count_nonzero(occupied)) - len(current)
-        if len(states) != len(current):
-            raise IntegrityError(f"a key has two entries: {self!r}")
-        if (held, old) != (self._held, self._old) or absent != self._absent.keys():
-            raise IntegrityError(f"{held} chunks are held, {len(absent)} not, {old} old: {self!r}")
+        num_old = int(np.count_nonzero(occupied)) - len(valid)
+        if len(states) != len(valid):
+            raise IntegrityError(f"tier table: {len(valid)} entries for {len(states)} keys")
+        figures = (num_held, num_old, len(absent))
+        counted = (self._num_held, self._num_old, len(self._absent))
+        if figures != counted or absent != self._absent.keys():
+            raise IntegrityError(f"tier table: held, old and absent are {figures}, not {counted}")
 
     def check_places(self, begin: int, end: int) -> int:
-        """How many entries these places have; IntegrityError where one is not as it should be."""
+        """Check the entries at places `begin` to `end - 1`; returns their number.
+
+        Raises:
+            IntegrityError: an entry is inconsistent, or cannot be found by its key.
+        """
         words, epoch = self._words, self._epoch[0]
         table, _ = self._columns(begin, min(end, self.places))
         places = (np.flatnonzero(table[:, 0]) + begin).tolist()
@@ -413,38 +421,29 @@ class TierTable(TierTableView):
             word, key = words[at], self._key(at)
             home = word >> 32 & self._mask
             if crc32(key) != word >> 32 or not 0 < len(key) <= KEY_BYTES:
-                raise IntegrityError(f"the entry at place {place} has another key: {self!r}")
+                raise IntegrityError(f"tier table: the hash at place {place} is not the key's")
             if not home <= place < home + self._limit or not all(words[home * WORDS : at : WORDS]):
-                raise IntegrityError(f"the entry at place {place} cannot be found: {self!r}")
+                raise IntegrityError(f"tier table: the entry at place {place} cannot be found")
             if words[at + 1] & _EPOCH != epoch:
                 continue
             state, tiers = word & 0xFF, word >> 8 & 0xFF
             if state not in {HELD, ABSENT} or (state == HELD) != bool(tiers):
-                raise IntegrityError(
-                    f"the entry at place {place} has state {state}, tiers {tiers}: {self!r}"
-                )
+                raise IntegrityError(f"tier table: place {place} has {state=}, {tiers=}")
             if tiers >> self.num_tiers:
-                raise IntegrityError(f"the entry at place {place} has tiers {tiers}: {self!r}")
+                raise IntegrityError(f"tier table: place {place} has {tiers=} of {self.num_tiers}")
         return len(places)
 
-    def __repr__(self) -> str:
-        return (
-            f"<TierTable {self._held} held, {len(self._absent)} absent, {self._old} old of"
-            f" {self.capacity}>"
-        )
 
-
-def _blocks(
+def _pack_blocks(
     first: npt.NDArray[np.integer], count: npt.NDArray[np.integer], groups: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.uint64]:
-    """The third words of entries: [n]."""
-    words = (column.astype(np.uint64) for column in (first, count, groups))
-    held, held_count, group = words
-    packed: npt.NDArray[np.uint64] = held | held_count << np.uint64(16) | group << np.uint64(32)
+    """Return the third words of entries: [n]."""
+    low, middle, high = (column.astype(np.uint64) for column in (first, count, groups))
+    packed: npt.NDArray[np.uint64] = low | middle << np.uint64(16) | high << np.uint64(32)
     return packed
 
 
-def _is_part(blocks: int, first: int, count: int, group: int) -> bool:
-    """Whether these blocks are some of those of an entry's third word."""
-    held, held_count, held_group = blocks & 0xFFFF, blocks >> 16 & 0xFFFF, blocks >> 32 & 0xFFFF
-    return group == held_group and held <= first and first + count <= held + held_count
+def _includes(word: int, first: int, count: int, group: int) -> bool:
+    """Whether the blocks in an entry's third word include these."""
+    word_first, word_count, word_group = word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32 & 0xFFFF
+    return group == word_group and word_first <= first and first + count <= word_first + word_count

@@ -1,6 +1,6 @@
-"""The `kvd` command. Subcommands are imported when they are asked for.
+"""The `kvd` command. A subcommand's module is imported only when it is used.
 
-Commands of other packages join through the entry-point group `kvd.commands`.
+Other packages add commands through the entry-point group `kvd.commands`.
 """
 
 import difflib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-_OWN = {
+_COMMANDS = {
     "clear": "kvd.cli.operate:clear",
     "drain": "kvd.cli.operate:drain",
     "engines": "kvd.cli.operate:engines",
@@ -38,17 +38,17 @@ _OWN = {
 }
 
 AS_JSON = "kvd.cli.json"
-"""In a context's `meta`: whether the command prints JSON, its error too."""
+"""Key in a context's `meta`: whether the command prints JSON, errors included."""
 
-_TOOLS = {"demo", "demo-sglang", "demo-vllm", "selftest"}
+_TOOL_COMMANDS = {"demo", "demo-sglang", "demo-vllm", "selftest"}
 """Commands of the distribution `kvd-offload-tools`."""
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands cost their imports only when they run; errors are told in a line."""
+    """A group that imports commands when they are used, and prints errors as one line or JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from kvd.errors import KvdError, Refusal  # noqa: PLC0415  # completion needs none of it
+        from kvd.errors import KvdError, Refusal  # noqa: PLC0415  # completion does not need it
         from kvd_proto.errors import ProtoError  # noqa: PLC0415
 
         try:
@@ -71,59 +71,59 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         try:
             return super().resolve_command(ctx, args)
-        except click.UsageError as error:  # click knows no lazy command to propose
-            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if not close:
+        except click.UsageError as error:  # click does not know the lazy commands
+            matches = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not matches:
                 raise
-            text = f"{error.message} Did you mean {close[0]!r}?"
+            text = f"{error.message} Did you mean {matches[0]!r}?"
             raise click.UsageError(text, ctx) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return sorted({*_OWN, *(entry.name for entry in _of_others())})
+        return sorted({*_COMMANDS, *(entry.name for entry in _foreign_commands())})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        target = _OWN.get(cmd_name)
+        target = _COMMANDS.get(cmd_name)
         if target is not None:
-            # None of these computes, and numpy would start a thread for each core.
+            # No command computes, and numpy would start a thread for each core.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             module, _, name = target.partition(":")
             command = getattr(importlib.import_module(module), name)
         else:
-            found = [entry for entry in _of_others() if entry.name == cmd_name]
-            if not found and cmd_name in _TOOLS:
+            entries = [entry for entry in _foreign_commands() if entry.name == cmd_name]
+            if not entries and cmd_name in _TOOL_COMMANDS:
                 raise click.ClickException(
                     f"kvd {cmd_name} is not installed here;"
                     " in kvd's source tree run: pip install ./client/tools"
                 )
-            if not found:
+            if not entries:
                 return None
-            command = _with_our_options(found[0].load())
+            command = _with_kvd_options(entries[0].load())
         if not isinstance(command, click.Command):
-            raise click.ClickException(f"{cmd_name} is registered, but is no command: {command!r}")
+            raise click.ClickException(f"{cmd_name} is registered but is no command: {command!r}")
         return command
 
 
-def _of_others() -> list["EntryPoint"]:
-    """Commands of other packages; to look for them costs more than all of ours."""
+def _foreign_commands() -> list["EntryPoint"]:
+    """Return the commands of other packages; the search takes longer than all own imports."""
     from importlib.metadata import entry_points  # noqa: PLC0415
 
     return list(entry_points(group="kvd.commands"))
 
 
-def _with_our_options(command: Any) -> Any:
-    """Another package's command finds the runtime directory and prints errors as ours do."""
+def _with_kvd_options(command: Any) -> Any:
+    """Make another package's command find the runtime directory and print errors as kvd's do."""
     from kvd.cli.options import (  # noqa: PLC0415  # costs imports
         RUNTIME_DIR,
         find_reachable_dir,
-        keep_json,
+        store_json,
     )
 
     if isinstance(command, click.Command):
         for parameter in command.params:
             if parameter.name == "as_json":
-                parameter.callback = keep_json
+                parameter.callback = store_json
         command.params = [
             click.Option(["--runtime-dir"], **RUNTIME_DIR | {"callback": find_reachable_dir})
             if parameter.name == "runtime_dir"
@@ -133,10 +133,10 @@ def _with_our_options(command: Any) -> Any:
     return command
 
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(cls=_LazyGroup, context_settings=_CONTEXT)
+@click.group(cls=_LazyGroup, context_settings=_CONTEXT_SETTINGS)
 @click.version_option(VERSION, prog_name="kvd")
 def cli() -> None:
     """Keep an inference server's KV cache in a daemon of its own.
@@ -153,7 +153,7 @@ def cli() -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
 
 
-_PLACES = {
+_COMPLETION_PATHS = {
     "bash": "/etc/bash_completion.d/kvd",
     "zsh": "/usr/share/zsh/site-functions/_kvd",
     "fish": "/usr/share/fish/vendor_completions.d/kvd.fish",
@@ -176,7 +176,7 @@ def help_command(context: click.Context, *, names: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("shell", type=click.Choice(list(_PLACES)))
+@click.argument("shell", type=click.Choice(list(_COMPLETION_PATHS)))
 @click.pass_context
 def completion(context: click.Context, *, shell: str) -> None:
     """Print the script that completes kvd's commands and options in SHELL.

@@ -1,4 +1,4 @@
-"""`kvd config`, what the daemon is told, and `kvd doctor`, whether this machine suits it."""
+"""`kvd config`: show, check and reload settings; `kvd doctor`: check the machine."""
 
 import json
 import sys
@@ -55,23 +55,23 @@ def show(
       kvd config show --toml > kvd.toml
       kvd config show --running --runtime-dir /run/kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    places = sources(config, options)
+    setting_sources = sources(config, options)
     if running:
-        with ToolConnection(Path(places.runtime_dir())) as daemon:
-            shown = daemon.ask(ShowConfig(), ConfigShown).config
+        with ToolConnection(Path(setting_sources.runtime_dir())) as daemon:
+            values = daemon.ask(ShowConfig(), ConfigShown).config
     else:
-        loaded = places.load()
-        shown = loaded.as_json()
+        loaded = setting_sources.load()
+        values = loaded.as_json()
         for warning in loaded.warnings:
             click.echo(f"Warning: {warning}", err=True)
     if as_json:
-        print(json.dumps(shown, indent=2))
+        print(json.dumps(values, indent=2))
     elif as_toml_file:
-        print(as_toml(shown["settings"]), end="")
+        print(as_toml(values["settings"]), end="")
     else:
-        from kvd.cli.tables import print_settings  # noqa: PLC0415  # --json must not pay for it
+        from kvd.cli.tables import print_settings  # noqa: PLC0415  # --json does not need it
 
-        print_settings(shown["settings"])
+        print_settings(values["settings"])
 
 
 @config.command()
@@ -91,16 +91,16 @@ def reload(*, runtime_dir: Path, as_json: bool) -> None:
       kvd config reload --json | jq '.changes[] | select(.live | not)'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     with ToolConnection(runtime_dir) as daemon:
-        answer = daemon.ask(ReloadConfig(), ConfigReloaded)
+        reply = daemon.ask(ReloadConfig(), ConfigReloaded)
     if as_json:
-        print(json.dumps(msgspec.to_builtins(answer), indent=2))
+        print(json.dumps(msgspec.to_builtins(reply), indent=2))
         return
-    for warning in answer.warnings:
+    for warning in reply.warnings:
         click.echo(f"Warning: {warning}", err=True)
-    read = answer.file or "environment and flags; there is no file"
-    print(f"reloaded: {read}" + ("" if answer.changes else "; nothing changed"))
+    source = reply.file or "environment and flags; there is no file"
+    print(f"reloaded: {source}" + ("" if reply.changes else "; nothing changed"))
     for title, live in (("changed:", True), ("waits for a restart of the daemon:", False)):
-        lines = [_change_line(change) for change in answer.changes if change.live is live]
+        lines = [_change_line(change) for change in reply.changes if change.live is live]
         if lines:
             print("\n".join([title, *lines]))
 
@@ -120,13 +120,13 @@ def check(*, file: Path) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
     if loaded.settings.tier:
-        from kvd.tier.contract import check_tiers  # noqa: PLC0415  # few have one
+        from kvd.tier.contract import check_tiers  # noqa: PLC0415  # few daemons have tiers
 
         try:
             check_tiers(parse_tiers(loaded.settings.tier))
         except ConfigError as error:
-            place = loaded.origins["tier"]
-            lines = [f"{place}: tier: {line}" for line in str(error).splitlines()]
+            origin = loaded.origins["tier"]
+            lines = [f"{origin}: tier: {line}" for line in str(error).splitlines()]
             raise ConfigError("\n".join(lines)) from error
     count = sum(origin != DEFAULT for origin in loaded.origins.values())
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
@@ -137,9 +137,9 @@ def _change_line(change: ConfigChange) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value in TOML."""
+    """Return a value as TOML."""
     if isinstance(value, str):
-        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
+        # TOML's basic strings equal JSON's, except that DEL must be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         parts = [f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()]
@@ -150,7 +150,7 @@ def toml_value(value: Any) -> str:
 
 
 def as_toml(settings: dict[str, dict[str, Any]]) -> str:
-    """Return the settings of `LoadedSettings.as_json` as a file, origins in comments."""
+    """Return settings of `LoadedSettings.as_json` as a TOML file, with origins in comments."""
     lines = []
     for key, entry in settings.items():
         origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
@@ -172,7 +172,7 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
       kvd doctor --config /etc/kvd/kvd.toml
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.doctor import Level  # noqa: PLC0415  # kvd config must not pay for it
+    from kvd.doctor import Level  # noqa: PLC0415  # kvd config does not need it
     from kvd.doctor.checks import examine  # noqa: PLC0415
     from kvd.doctor.facts import Facts  # noqa: PLC0415
 
@@ -180,8 +180,8 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
     findings = examine(Facts(sources(config, options).load().settings))
     worst = max((finding.level for finding in findings), key=list(Level).index)
     if as_json:
-        told = {"level": worst, "findings": [asdict(finding) for finding in findings]}
-        click.echo(json.dumps(told, indent=2))
+        report = {"level": worst, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(report, indent=2))
     else:
         for finding in findings:
             click.secho(f"{finding.level:4}  ", fg=colours[finding.level], bold=True, nl=False)

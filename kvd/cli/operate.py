@@ -1,4 +1,4 @@
-"""What operators ask of a daemon: its report, and to clear, evict, drain, resume or explain."""
+"""Commands to a running daemon: status, engines, namespaces, clear, evict, drain, explain."""
 
 import json
 import sys
@@ -52,15 +52,15 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float, wide: bool) -> None
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     deadline = time.monotonic() + wait
     while True:
-        late = time.monotonic() >= deadline
+        timed_out = time.monotonic() >= deadline
         try:
             report = _report(runtime_dir)
-            if late or report["ready"]:
+            if timed_out or report["ready"]:
                 break
-        except SocketAccessDenied:  # which does not pass
+        except SocketAccessDenied:  # waiting does not help
             raise
         except NotRunning:
-            if late:
+            if timed_out:
                 raise
         time.sleep(_POLL_SECONDS)
     _print("report", report, as_json=as_json, wide=wide)
@@ -102,17 +102,17 @@ def _report(runtime_dir: Path) -> dict[str, Any]:
         return daemon.status()
 
 
-def _print(kind: str, told: Any, *, as_json: bool, wide: bool) -> None:
+def _print(kind: str, value: Any, *, as_json: bool, wide: bool) -> None:
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(value, indent=2))
     else:
-        from kvd.cli import tables  # noqa: PLC0415  # --json must not pay for it
+        from kvd.cli import tables  # noqa: PLC0415  # --json does not need it
 
-        getattr(tables, f"print_{kind}")(told, wide=wide)
+        getattr(tables, f"print_{kind}")(value, wide=wide)
 
 
-# The daemon drops chunks between other things; millions of them take it some seconds.
-_PATIENCE_SECONDS = 120.0
+# The daemon drops chunks between requests; millions of them take seconds.
+_CLEAR_SECONDS = 120.0
 
 _namespace_option = click.option(
     "--namespace",
@@ -128,9 +128,9 @@ _namespace_option = click.option(
 def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     """Drop every chunk, of all namespaces or of one.
 
-    Engines go on; what they look for is a miss and computed anew. Stores that are
-    under way are given up. Chunks that a load has pinned are found by nobody any
-    more and go when the load has ended. Namespaces that no engine uses are closed.
+    Engines go on: their lookups miss, and they compute. Stores in flight are dropped. Chunks that a
+    load has pinned are no longer found, and dropped when the load ends. Namespaces without an
+    engine are closed.
 
     \b
     Examples:
@@ -144,9 +144,9 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
             if not sys.stdin.isatty():
                 raise click.ClickException(f"{question} There is no terminal to ask; give --yes")
             click.confirm(question, abort=True)
-        done = daemon.ask(Clear(namespace=ns_id), Cleared, _PATIENCE_SECONDS)
-    deferred = f"; {done.deferred} more go when their leases end" if done.deferred else ""
-    print(f"{name}: {done.chunks} chunks dropped, {format_size(done.bytes)}{deferred}")
+        reply = daemon.ask(Clear(namespace=ns_id), Cleared, _CLEAR_SECONDS)
+    deferred = f"; {reply.deferred} more go when their leases end" if reply.deferred else ""
+    print(f"{name}: {reply.chunks} chunks dropped, {format_size(reply.bytes)}{deferred}")
 
 
 @click.command()
@@ -160,11 +160,10 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     help="Since a chunk was stored or last used, such as 1h or 2d.",
 )
 def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> None:
-    """Drop the chunks that were of no use for some time.
+    """Drop the chunks that were not used for some time.
 
-    A chunk is of use when a request stores, loads or offers it. Pinned
-    chunks are in use and stay. Room that becomes free by it is free for every
-    namespace.
+    A chunk is used when a request stores, loads or offers it. Pinned chunks stay. Every namespace
+    can use the freed space.
 
     \b
     Examples:
@@ -173,9 +172,9 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     with ToolConnection(runtime_dir) as daemon:
         ns_id, name = _find_namespace(daemon, namespace)
-        order = Clear(unused_seconds=older_than, namespace=ns_id)
-        done = daemon.ask(order, Cleared, _PATIENCE_SECONDS)
-    print(f"{name}: {done.chunks} chunks evicted, {format_size(done.bytes)}")
+        request = Clear(unused_seconds=older_than, namespace=ns_id)
+        reply = daemon.ask(request, Cleared, _CLEAR_SECONDS)
+    print(f"{name}: {reply.chunks} chunks evicted, {format_size(reply.bytes)}")
 
 
 @click.command()
@@ -190,30 +189,28 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
 def drain(*, runtime_dir: Path, wait: float) -> None:
     """Take no new stores until `kvd resume`; the daemon is then not ready.
 
-    Engines notice nothing but that their stores are refused. Stores that have
-    begun are finished. Loads are served as before, also new ones: what is cached
-    is of use until the daemon stops. With --wait the command returns when every
-    store and every load that had begun before the drain has ended; exit status 1
-    says that some had not in time, and which. The drain lasts, whatever engines
-    come and go, until `kvd resume` or the end of the daemon.
+    New stores are refused, stores in flight are finished, and loads are served as before. With
+    --wait the command returns when all stores and loads that were in flight at the drain have
+    ended; exit status 1: some had not in time. The drain lasts until `kvd resume` or the end of the
+    daemon.
 
     \b
     Examples:
       kvd drain
       kvd drain --wait 30s && systemctl restart kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    end = time.monotonic() + wait
+    deadline = time.monotonic() + wait
     with ToolConnection(runtime_dir) as daemon:
         reply = daemon.ask(Drain(), Drained)
         stores, leases = reply.stores, reply.leases
-        while (stores or leases) and time.monotonic() < end:
+        while (stores or leases) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             report: dict[str, Any] | None = daemon.status()["drain"]
             if report is None:
                 raise click.ClickException("the daemon was resumed meanwhile; its log says by whom")
             stores, leases = report["stores_in_flight"], report["leases_in_flight"]
-    left = f"in flight: {stores} chunks being written, {leases} leases of loads"
-    print(f"drained: no new stores; {left if stores or leases else 'nothing is in flight'}")
+    in_flight = f"in flight: {stores} chunks being written, {leases} leases of loads"
+    print(f"drained: no new stores; {in_flight if stores or leases else 'nothing is in flight'}")
     sys.exit(1 if wait and (stores or leases) else 0)
 
 
@@ -235,7 +232,7 @@ def resume(*, runtime_dir: Path) -> None:
 
 
 def _key(context: click.Context, parameter: click.Parameter, text: str) -> bytes:
-    """A key from hex digits."""
+    """Parse a key from hex digits; a callback."""
     del context, parameter
     try:
         key = bytes.fromhex(text)
@@ -267,12 +264,12 @@ def explain(*, runtime_dir: Path, namespace: str | None, key: bytes) -> None:
         ns_id, _ = _find_namespace(daemon, namespace)
         fates = daemon.ask(Explain(key=key, namespace=ns_id), Explained).chunks
     for fate in fates:
-        print(f"namespace {fate.namespace.hex()[:8]} ({fate.model}): {_told(fate)}")
+        print(f"namespace {fate.namespace.hex()[:8]} ({fate.model}): {_fate_text(fate)}")
     if not fates:
         print("no namespace is open")
 
 
-_WHY = {
+_FATE_TEXTS = {
     MissReason.EVICTED: "evicted {gone} ago",
     MissReason.REFUSED: "not stored {gone} ago: no slot was at hand",
     MissReason.QUOTA: "not stored {gone} ago: the model held what its cap allows",
@@ -285,32 +282,36 @@ _WHY = {
 }
 
 
-def _told(fate: ChunkFate) -> str:
-    gone, used = (
+def _fate_text(fate: ChunkFate) -> str:
+    gone_ago, used_ago = (
         reading.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
     )
-    text = _WHY[MissReason(fate.reason)].format(gone=gone, used=used, slot=fate.slot)
+    text = _FATE_TEXTS[MissReason(fate.reason)].format(gone=gone_ago, used=used_ago, slot=fate.slot)
     if fate.requests:
-        more = " or more" if fate.requests == 3 else ""
-        text += f"; {fate.requests}{more} finished requests had it"
+        suffix = " or more" if fate.requests == 3 else ""
+        text += f"; {fate.requests}{suffix} finished requests had it"
     return f"{text}; in tier {', '.join(fate.tiers)}" if fate.tiers else text
 
 
-def _find_namespace(daemon: ToolConnection, name: str | None) -> tuple[bytes | None, str]:
-    """Return the id of the namespace meant, and its name for people; None means all of them."""
-    if name is None:
+def _find_namespace(daemon: ToolConnection, pattern: str | None) -> tuple[bytes | None, str]:
+    """Return id and name of the only namespace that matches; None and `all` without a pattern."""
+    if pattern is None:
         return None, "all namespaces"
-    spaces: list[dict[str, Any]] = daemon.status()["namespaces"]
-    named = {space["id"]: f"namespace {space['id'][:8]} ({space['model']})" for space in spaces}
-    found = [
-        space["id"]
-        for space in spaces
-        if name == space["model"] or (name and space["id"].startswith(name.lower()))
+    namespaces: list[dict[str, Any]] = daemon.status()["namespaces"]
+    names = {
+        namespace["id"]: f"namespace {namespace['id'][:8]} ({namespace['model']})"
+        for namespace in namespaces
+    }
+    ids = [
+        namespace["id"]
+        for namespace in namespaces
+        if pattern == namespace["model"]
+        or (pattern and namespace["id"].startswith(pattern.lower()))
     ]
-    if not found:
-        listed = ", ".join(named.values()) or "none"
-        raise click.ClickException(f"--namespace {name}: no such namespace; there are: {listed}")
-    if len(found) > 1:
-        listed = ", ".join(named[each] for each in found)
-        raise click.ClickException(f"--namespace {name} is ambiguous: {listed}; give an id")
-    return bytes.fromhex(found[0]), named[found[0]]
+    if not ids:
+        listed = ", ".join(names.values()) or "none"
+        raise click.ClickException(f"--namespace {pattern}: no such namespace; there are: {listed}")
+    if len(ids) > 1:
+        listed = ", ".join(names[ns_id] for ns_id in ids)
+        raise click.ClickException(f"--namespace {pattern} is ambiguous: {listed}; give an id")
+    return bytes.fromhex(ids[0]), names[ids[0]]

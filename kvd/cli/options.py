@@ -18,7 +18,7 @@ _CONFIG = "kvd.cli.config"
 
 
 def runtime_dir_option(function: F) -> F:
-    """--runtime-dir and --config of a command that talks to a daemon.
+    """Add --runtime-dir and --config to a command that connects to a daemon.
 
     The function gets `runtime_dir: Path`.
     """
@@ -26,7 +26,7 @@ def runtime_dir_option(function: F) -> F:
     return click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
-        callback=_keep_config,
+        callback=_store_config,
         is_eager=True,  # read before --runtime-dir, which needs it
         expose_value=False,
         help=f"The daemon's settings file, for its runtime_dir. [default: {FILE_VARIABLE}, else"
@@ -34,52 +34,52 @@ def runtime_dir_option(function: F) -> F:
     )(function)
 
 
-def _keep_config(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+def _store_config(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
     del parameter
     context.meta[_CONFIG] = value
 
 
 def json_option(text: str) -> Callable[[F], F]:
-    """--json of a command; the function gets `as_json: bool`. Errors are printed as JSON, too."""
+    """Add --json to a command; the function gets `as_json: bool`. Errors are JSON too."""
     return click.option(
         "--json",
         "as_json",
         is_flag=True,
         is_eager=True,  # an error in another option is JSON, too
-        callback=keep_json,
+        callback=store_json,
         help=text,
     )
 
 
-def keep_json(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """Remember whether errors are to be JSON; a callback of --json."""
+def store_json(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Store in the context whether errors are JSON; the callback of --json."""
     del parameter
     context.meta[AS_JSON] = value
     return value
 
 
 def wide_option(function: F) -> F:
-    """--wide of a command that shows names; the function gets `wide: bool`."""
+    """Add --wide to a command that shows names; the function gets `wide: bool`."""
     return click.option("--wide", is_flag=True, help="Show names whole, however long.")(function)
 
 
 def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
     del parameter
-    if context.resilient_parsing:  # completion: nothing may fail, nothing is used
+    if context.resilient_parsing:  # completion: must not fail, and does not use the value
         return Path()
     flags = {"runtime_dir": value} if value else {}
     return Path(Sources(context.meta.get(_CONFIG), flags).runtime_dir())
 
 
 def find_reachable_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
-    """Return the runtime directory, for a command that does not use `ToolConnection`; a callback.
+    """Return the runtime directory; a callback for commands that do not use `ToolConnection`.
 
     Raises:
-        SocketAccessDenied: this process may not reach the sockets there.
+        SocketAccessDenied: this process may not open the sockets there.
     """
     path = _find_runtime_dir(context, parameter, value)
-    if not context.resilient_parsing and (denied := explain_denied(path / "broker.sock")):
-        raise SocketAccessDenied(denied)
+    if not context.resilient_parsing and (reason := explain_denied(path / "broker.sock")):
+        raise SocketAccessDenied(reason)
     return path
 
 
@@ -89,7 +89,7 @@ RUNTIME_DIR: dict[str, Any] = {
     "help": f"The daemon's runtime directory. [default: {SETTINGS['runtime_dir'].variable}, else"
     f" runtime_dir of the configuration file, else {SETTINGS['runtime_dir'].default}]",
 }
-"""Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd."""
+"""Options of --runtime-dir; its default follows the daemon's rules."""
 
 
 def duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -101,12 +101,12 @@ def duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 def settings_options(function: F) -> F:
-    """--config and one option for each setting.
+    """Add --config and one option for each setting.
 
     The function gets `config: Path | None`, and the others as text or None, by key.
     """
-    for known in reversed(SETTINGS.values()):
-        function = _option(known)(function)
+    for setting in reversed(SETTINGS.values()):
+        function = _option(setting)(function)
     return click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -115,27 +115,27 @@ def settings_options(function: F) -> F:
     )(function)
 
 
-def _joined(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> Any:
+def _join(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> Any:
     return ";".join(texts) or None
 
 
-def _option(known: Setting) -> Callable[[F], F]:
-    live = " Changes live." if known.live else ""
+def _option(setting: Setting) -> Callable[[F], F]:
+    live = " Changes live." if setting.live else ""
     return click.option(
-        known.flag,
-        known.key,
-        # Text: values are checked where those of the file are, so that messages agree.
-        metavar="|".join(known.choices) or known.metavar,
-        help=f"{known.help}{live} [default: {known.default}]",
-        multiple=known.many,
-        callback=_joined if known.many else None,
+        setting.flag,
+        setting.key,
+        # No click type: values are checked with those of the file, with the same messages.
+        metavar="|".join(setting.choices) or setting.metavar,
+        help=f"{setting.help}{live} [default: {setting.default}]",
+        multiple=setting.repeatable,
+        callback=_join if setting.repeatable else None,
         shell_complete=lambda _context, _option, begin: [
-            word for word in known.choices if word.startswith(begin)
+            word for word in setting.choices if word.startswith(begin)
         ],
     )
 
 
 def sources(config: Path | None, options: dict[str, str | None]) -> Sources:
-    """What `settings_options` gave, as places to load from."""
+    """Return the sources that the options of `settings_options` define."""
     flags = {key: value for key, value in options.items() if value is not None}
     return Sources(config=config, flags=flags)

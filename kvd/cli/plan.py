@@ -91,7 +91,7 @@ def plan(
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """A model's config.json, or that of a folder; PlanError where it cannot be read."""
+    """Read a model's config.json, given the file or its folder; raise PlanError if that fails."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def _print_plan(result: Plan, inputs: PlanInputs) -> None:
-    from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
+    from rich.console import Console  # noqa: PLC0415  # --json does not need it
     from rich.table import Table  # noqa: PLC0415
 
     ranks = f"{inputs.tensor_parallel} rank(s)"
@@ -134,9 +134,9 @@ def _print_plan(result: Plan, inputs: PlanInputs) -> None:
         for name, text, remark in _tier_rows(result, inputs):
             table.add_row(name, text, remark)
     for layout in ("LBHNC", "BLHNC"):
-        found = [group.fragments[layout] for group in result.groups]
-        number, size = describe(found)
-        small = any(fragment.nbytes < SMALL_BYTES for fragment in found)
+        fragments = [group.fragments[layout] for group in result.groups]
+        number, size = describe(fragments)
+        small = any(fragment.nbytes < SMALL_BYTES for fragment in fragments)
         remark = f"; below {format_size(SMALL_BYTES)}: small" if small else ""
         table.add_row(f"fragment in {layout}", size, f"{number} a block and rank{remark}")
     for name, length, blocks in (
@@ -260,7 +260,7 @@ def replay(
 
 
 def _chunk_bytes(config: Path, tensor_parallel: int, pool: int, tokens: int) -> int:
-    """Bytes that `tokens` tokens take in the pool, of all ranks and groups."""
+    """Return the bytes of `tokens` tokens in the pool, for all ranks and groups."""
     inputs = PlanInputs(
         tensor_parallel=tensor_parallel,
         block_size=_BLOCK_TOKENS,
@@ -273,11 +273,15 @@ def _chunk_bytes(config: Path, tensor_parallel: int, pool: int, tokens: int) -> 
 
 
 def _play(
-    trace: Trace, pool: int, chunk_bytes: int, policies: tuple[str, ...], seconds: float | None
+    trace: Trace,
+    pool: int,
+    chunk_bytes: int,
+    policies: tuple[str, ...],
+    seconds_per_token: float | None,
 ) -> dict[str, Any]:
-    """The figures of a pool, by policy."""
+    """Replay the trace with a pool; return its figures by policy."""
     num_slots = pool // chunk_bytes
-    found = {}
+    figures = {}
     for name in policies or (*POLICIES, HINTED, BELADY):
         if name == BELADY:
             hits = replay_belady(trace, num_slots)
@@ -287,43 +291,46 @@ def _play(
         else:
             hits = replay_policy(trace, POLICIES[name], num_slots)
         tokens = _hit_tokens(trace, hits)
-        found[name] = {
+        figures[name] = {
             "hit_tokens": tokens,
             "hit_ratio": tokens / max(1, trace.tokens),
-            "prefill_seconds_saved": None if seconds is None else tokens * seconds,
+            "prefill_seconds_saved": None
+            if seconds_per_token is None
+            else tokens * seconds_per_token,
         }
-    return {"cpu_bytes": pool, "slots": num_slots, "policies": found}
+    return {"cpu_bytes": pool, "slots": num_slots, "policies": figures}
 
 
 def _hit_tokens(trace: Trace, hits: Hits) -> int:
-    """Tokens of the chunks found; the last chunk of a prompt may have fewer."""
-    size = trace.tokens_per_chunk
+    """Return the tokens of the chunks found; the last chunk of a prompt may be partial."""
+    tokens_per_chunk = trace.tokens_per_chunk
     return sum(
-        min(request.tokens, found * size)
-        for request, found in zip(trace.requests, hits.tolist(), strict=True)
+        min(request.tokens, num_chunks * tokens_per_chunk)
+        for request, num_chunks in zip(trace.requests, hits.tolist(), strict=True)
     )
 
 
 def _print_replay(name: str, figures: dict[str, Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
+    from rich.console import Console  # noqa: PLC0415  # --json does not need it
     from rich.table import Table  # noqa: PLC0415
 
-    every = format_size(figures["chunks"] * figures["bytes_per_chunk"])
+    total_size = format_size(figures["chunks"] * figures["bytes_per_chunk"])
     table = Table(
         title=f"{name}: {figures['requests']:,} requests, {figures['prompt_tokens']:,} prompt"
-        f" tokens; {figures['chunks']:,} chunks of {figures['tokens_per_chunk']} tokens, {every}"
+        f" tokens; {figures['chunks']:,} chunks of {figures['tokens_per_chunk']} tokens,"
+        f" {total_size}"
     )
     for column in ("pool", "chunks", "policy", "hit tokens", "hit ratio", "prefill saved"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for pool in figures["pools"]:
         pool_cells = [format_size(pool["cpu_bytes"]), number(pool["slots"])]
-        for policy, found in pool["policies"].items():
+        for policy, figures_of_policy in pool["policies"].items():
             table.add_row(
                 *pool_cells,
                 policy,
-                number(found["hit_tokens"]),
-                percent(found["hit_ratio"]),
-                duration(found["prefill_seconds_saved"]),
+                number(figures_of_policy["hit_tokens"]),
+                percent(figures_of_policy["hit_ratio"]),
+                duration(figures_of_policy["prefill_seconds_saved"]),
             )
             pool_cells = ["", ""]
         table.add_section()

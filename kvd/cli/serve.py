@@ -1,4 +1,4 @@
-"""`kvd serve`: run the daemon; `kvd purge`: give back the memory that a stopped one has kept."""
+"""`kvd serve`: run the daemon; `kvd purge`: free the pool that a stopped daemon has left."""
 
 import logging
 import os
@@ -39,20 +39,20 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     if verbose:
         options["log_level"] = "debug"
-    places = sources(config, options)
+    setting_sources = sources(config, options)
     try:
-        loaded = places.load()
+        loaded = setting_sources.load()
         settings = loaded.settings
         configure(settings.log_level, settings.log_format, "broker")
         for warning in loaded.warnings:
             log.warning("%s", warning)
         raise_descriptor_limit()
-        status = run_daemon(loaded, places, f"kvd {VERSION}", cold=cold)
+        status = run_daemon(loaded, setting_sources, f"kvd {VERSION}", cold=cold)
     except ConfigError as error:
-        if not log.hasHandlers():  # the settings of the log are among those that are wrong
-            configure("error", places.log_format(), "broker")
+        if not log.hasHandlers():  # the log's settings are invalid
+            configure("error", setting_sources.log_format(), "broker")
         for line in str(error).splitlines():
-            log.error("%s", line)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
+            log.error("%s", line)  # noqa: TRY400  # no bug: no traceback
         status = 1 if isinstance(error, AddressUnavailable) else os.EX_CONFIG
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # likewise
@@ -80,24 +80,24 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     pool_dir = Path(settings.pool_dir).absolute()
-    area = pool_dir / pool_directory_name(runtime.path)
+    pool_directory = pool_dir / pool_directory_name(runtime.path)
     try:
         runtime.lock()
-    except AlreadyRunning:  # a daemon with another pool_dir does not need this pool
-        last = last_pool_dir(runtime.path)
-        if last is None or last.resolve() == pool_dir.resolve():
+    except AlreadyRunning:  # it may use another pool_dir
+        latest_pool_dir = last_pool_dir(runtime.path)
+        if latest_pool_dir is None or latest_pool_dir.resolve() == pool_dir.resolve():
             raise
     try:
-        owner = area.lstat().st_uid if area.exists() else os.geteuid()
+        owner = pool_directory.lstat().st_uid if pool_directory.exists() else os.geteuid()
         if owner != os.geteuid():
             command = purge_command(runtime.path, pool_dir)
             raise click.ClickException(
-                f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
-                f" daemon's user, such as: runuser -u kvd -- {command}"
+                f"{pool_directory} belongs to uid {owner}, this is uid {os.geteuid()}; run it as"
+                f" the daemon's user, such as: runuser -u kvd -- {command}"
             )
-        kept = PersistentPool(pool_dir, runtime.path, keeps=False)
-        freed = kept.remove()
-        kept.close()
+        pool = PersistentPool(pool_dir, runtime.path, persistent=False)
+        freed_bytes = pool.remove()
+        pool.close()
     finally:
         runtime.release()
-    click.echo(f"{format_size(freed)} given back")
+    click.echo(f"{format_size(freed_bytes)} given back")

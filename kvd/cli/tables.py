@@ -1,4 +1,4 @@
-"""The report as tables, for people who ask once; `kvd top` shows it live."""
+"""The status report as tables and texts, for `kvd status`, `kvd engines` and `kvd top`."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,15 +26,15 @@ from kvd.metrics.reading import (
 _UNLIMITED_COLUMNS = 10_000
 _CHUNK_STATES = ("ready", "lent", "writing", "pinned")
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
-MOST_REASONS = 3  # why chunks were missed
+MAX_MISS_REASONS = 3  # why chunks were missed
 POOL_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
 
 
 def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
-    """Print everything that matters at a glance; on a terminal names are shortened, unless `wide`.
+    """Print an overview of the report.
 
-    What another program reads has whole names.
+    On a terminal names are shortened unless `wide`; other output has full names.
     """
     console = _console(wide=wide)
     console.print(header(report), problems(report), sep="\n")
@@ -51,11 +51,11 @@ def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
             for check in report["checks"]
         ),
     )
-    lanes = lanes_table(report["lanes"], wide=_whole_names(wide=wide))
+    lanes = lanes_table(report["lanes"], wide=_full_names(wide=wide))
     console.print(lanes if report["lanes"] else "Lanes: none")
     if report["tiers"]:
         _print_tiers(console, report["tiers"])
-    console.print(f"Pool: {pool_use(report)}")
+    console.print(f"Pool: {pool_use_text(report)}")
     print_namespaces(report["namespaces"], wide=wide)
     print_engines(report["engines"], wide=wide)
     _print_table(console, "Since the start", (), _totals(report))
@@ -83,75 +83,75 @@ def _print_tiers(console: Console, tiers: list[dict[str, Any]]) -> None:
     columns = ("used", "chunks", "kept", "hits", "get p50 / p99", "set aside", "last error")
     _print_table(console, "Tiers", ("tier", "state", *columns), rows)
     for tier in tiers:
-        how = f": {tier['described']}" if tier["described"] else ""
+        description = f": {tier['described']}" if tier["described"] else ""
         pid = f", pid {tier['pid']}" if tier["pid"] else ""
-        console.print(Text(f"{tier['name']} is {tier['setting']}{pid}{how}", "dim"))
+        console.print(Text(f"{tier['name']} is {tier['setting']}{pid}{description}", "dim"))
 
 
 def print_namespaces(namespaces: list[dict[str, Any]], *, wide: bool = False) -> None:
-    """Print a line for each namespace; names as `print_report` does."""
-    whole = _whole_names(wide=wide)
+    """Print a line for each namespace; names as in `print_report`."""
+    full_names = _full_names(wide=wide)
     rows = []
-    for space in namespaces:
-        age = Histogram(**space["counters"]["eviction_age"]).quantile(0.5)
+    for namespace in namespaces:
+        eviction_age = Histogram(**namespace["counters"]["eviction_age"]).quantile(0.5)
         rows.append(
             (
-                space["id"][:8],
-                space["model"] if whole else shorten(space["model"]),
-                str(space["engines"]),
-                *(number(space["chunks"][state]) for state in _CHUNK_STATES),
-                number(space["num_chunks"]),
-                size(space["bytes_per_chunk"]),
-                size(space["held_bytes"]),
-                NOTHING if age is None else f"median {duration(age)}",
+                namespace["id"][:8],
+                namespace["model"] if full_names else shorten(namespace["model"]),
+                str(namespace["engines"]),
+                *(number(namespace["chunks"][state]) for state in _CHUNK_STATES),
+                number(namespace["num_chunks"]),
+                size(namespace["bytes_per_chunk"]),
+                size(namespace["held_bytes"]),
+                NOTHING if eviction_age is None else f"median {duration(eviction_age)}",
             )
         )
-    chunks = ("ready", "on loan", "writing", "pinned", "most", "chunk")
-    columns = ("namespace", "model", "engines", *chunks, "holds", "age when evicted")
+    chunk_columns = ("ready", "on loan", "writing", "pinned", "most", "chunk")
+    columns = ("namespace", "model", "engines", *chunk_columns, "holds", "age when evicted")
     _print_table(_console(wide=wide), "Namespaces", columns, rows)
 
 
 def print_engines(engines: list[dict[str, Any]], *, wide: bool = False) -> None:
-    """Print a line for each session of each engine; names as `print_report` does."""
-    whole = _whole_names(wide=wide)
+    """Print a line for each session of each engine; names as in `print_report`."""
+    full_names = _full_names(wide=wide)
     rows = []
     for engine in engines:
         lookups, missing = engine["counters"], engine["missing_ranks"]
         waits = f"waits for ranks {missing}" if missing else "no rank registered"
-        about = (
-            engine["name"] if whole else shorten(engine["name"]),
+        engine_cells = (
+            engine["name"] if full_names else shorten(engine["name"]),
             "attached" if engine["attached"] else waits,
             (engine["namespace"] or "")[:8],
-            found_share(
-                _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
-                _share(lookups["hit_chunks"], lookups["lookup_chunks"]),
+            hit_share_text(
+                _ratio(lookups["hit_tokens"], lookups["lookup_tokens"]),
+                _ratio(lookups["hit_chunks"], lookups["lookup_chunks"]),
             ),
         )
         for session in engine["sessions"]:
             rows.append(
                 (
-                    *about,
+                    *engine_cells,
                     session["kind"],
                     "" if session["rank"] is None else str(session["rank"]),
-                    device_name(session["device"] or "", wide=whole),
+                    device_text(session["device"] or "", wide=full_names),
                     str(session["pid"]),
                     str(session["uid"]),
                     duration(session["seconds"]),
                 )
             )
-            about = ("", "", "", "")
+            engine_cells = ("", "", "", "")
     session = ("session", "rank", "device", "pid", "uid", "since")
     columns = ("engine", "state", "namespace", "tokens found", *session)
     _print_table(_console(wide=wide), "Engines", columns, rows)
 
 
 def print_settings(settings: dict[str, dict[str, Any]]) -> None:
-    """Print a line for each setting: its value, and where that comes from."""
+    """Print a line for each setting: its value and origin."""
     table = Table("SETTING", "VALUE", "FROM", box=None, pad_edge=False)
     for key, entry in settings.items():
-        origin, later = entry["from"], entry.get("after_restart")
-        if later:
-            origin += f"; after a restart {later['value']} from {later['from']}"
+        origin, pending = entry["from"], entry.get("after_restart")
+        if pending:
+            origin += f"; after a restart {pending['value']} from {pending['from']}"
         row = (key, str(entry["value"]), origin)
         table.add_row(*map(Text, row), style="dim" if origin == DEFAULT else "")
     _console().print(table)
@@ -160,41 +160,41 @@ def print_settings(settings: dict[str, dict[str, Any]]) -> None:
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     counters = report["counters"]
     rows = []
-    for way, name in (("store", "stored"), ("load", "loaded")):
+    for direction, label in (("store", "stored"), ("load", "loaded")):
         jobs = {
             key.partition("_")[2]: count
             for key, count in counters["jobs"].items()
-            if key.startswith(way) and count
+            if key.startswith(direction) and count
         }
         outcomes = ", ".join(f"{number(count)} {key}" for key, count in jobs.items())
-        rows.append((name, f"{size(counters[f'{way}_bytes'])}; jobs: {outcomes or 'none'}"))
+        rows.append((label, f"{size(counters[f'{direction}_bytes'])}; jobs: {outcomes or 'none'}"))
     refused = [
         f", {number(counters[key])} {key.replace('_', ' ')}" for key in _REFUSED if counters[key]
     ]
     offered = f"{number(counters['offered'])}: {number(counters['accepted'])} accepted"
     tokens, chunks = counters["lookup_tokens"], counters["lookup_chunks"]
-    found_tokens = percent(_share(counters["hit_tokens"], tokens))
-    found_keys = percent(_share(counters["hit_chunks"], chunks))
+    token_share = percent(_ratio(counters["hit_tokens"], tokens))
+    key_share = percent(_ratio(counters["hit_chunks"], chunks))
     return [
         *rows,
         ("chunks offered", offered + "".join(refused)),
         ("chunks evicted", number(counters["evicted"] + counters["yielded"])),
-        ("chunks missed", misses_in_words(counters) or "0"),
+        ("chunks missed", misses_text(counters) or "0"),
         ("looked up", f"{several(tokens, 'prompt token')}, {several(chunks, 'key')}"),
-        ("found", f"{found_tokens} of prompt tokens, {found_keys} of keys looked up"),
+        ("found", f"{token_share} of prompt tokens, {key_share} of keys looked up"),
         ("leases", number(report["leases"])),
-        *_kv_events(report),
+        *_kv_event_rows(report),
     ]
 
 
-def _kv_events(report: dict[str, Any]) -> list[tuple[str, str]]:
-    lateness = kv_events(report)
+def _kv_event_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    lateness = kv_event_text(report)
     published = number(report["counters"]["kv_events"])
     return [("KV events", f"{published} published; {lateness}")] if lateness else []
 
 
-def _share(found: int, asked: int) -> float | None:
-    return found / asked if asked else None
+def _ratio(hits: int, lookups: int) -> float | None:
+    return hits / lookups if lookups else None
 
 
 def _print_table(
@@ -209,34 +209,36 @@ def _print_table(
     console.print(table if table.rows else f"{title}: none")
 
 
-def _whole_names(*, wide: bool) -> bool:
+def _full_names(*, wide: bool) -> bool:
     return wide or not sys.stdout.isatty()
 
 
 def _console(*, wide: bool = False) -> Console:
-    return Console(width=_UNLIMITED_COLUMNS if _whole_names(wide=wide) else None)
+    return Console(width=_UNLIMITED_COLUMNS if _full_names(wide=wide) else None)
 
 
-def misses_in_words(counters: Mapping[str, Any]) -> str:
+def misses_text(counters: Mapping[str, Any]) -> str:
     """`1,200: 60 % never seen, 30 % evicted (median 12 min before), 10 % being stored`.
 
-    The most frequent reasons, of `counters` in the report; empty where nothing was missed.
+    The most frequent reasons in the report's `counters`; empty if nothing was missed.
     """
     missed = counters["missed"]
     total = sum(missed.values())
     if not total:
         return ""
-    age = Histogram(**counters["missed_age"]).quantile(0.5)
-    told = []
-    for reason, count in sorted(missed.items(), key=lambda item: -item[1])[:MOST_REASONS]:
+    median_age = Histogram(**counters["missed_age"]).quantile(0.5)
+    parts = []
+    for reason, count in sorted(missed.items(), key=lambda item: -item[1])[:MAX_MISS_REASONS]:
         if count:
-            median = f" (median {duration(age)} before)" if reason == MissReason.EVICTED else ""
-            told.append(f"{percent(count / total)} {reason.replace('_', ' ')}{median}")
-    return f"{number(total)}: {', '.join(told)}"
+            median = (
+                f" (median {duration(median_age)} before)" if reason == MissReason.EVICTED else ""
+            )
+            parts.append(f"{percent(count / total)} {reason.replace('_', ' ')}{median}")
+    return f"{number(total)}: {', '.join(parts)}"
 
 
 def header(report: Report, restarts: int = 0) -> Text:
-    """Which daemon it is, and whether it is ready."""
+    """Return the headline: version, readiness, uptime, pid and directory."""
     state, style = ("ready", "bold green") if report["ready"] else ("not ready", "bold red")
     text = Text.assemble(
         (report["version"], "bold"),
@@ -250,27 +252,29 @@ def header(report: Report, restarts: int = 0) -> Text:
     return text
 
 
-def problems(report: Report, told: int | None = None) -> RenderableType:
-    """What is wrong, with remedies; no more than `told` of them, and how many more there are."""
-    found = report["conditions"]
-    if not found:
+def problems(report: Report, max_shown: int | None = None) -> RenderableType:
+    """Return the conditions with remedies, at most `max_shown`, and the number of the others."""
+    conditions = report["conditions"]
+    if not conditions:
         if not any(engine["attached"] for engine in report["engines"]):
             return Text("● Nothing is wrong, but no engine is attached.", "blue")
         return Text("✔ All is well.", "green")
     table = Table.grid(padding=(0, 1))
-    for condition in found[:told]:
+    for condition in conditions[:max_shown]:
         mark, style = _MARKS[condition["level"]]
         table.add_row(Text(mark, style), Text(condition["text"], style))
         table.add_row("", Text(condition["remedy"]))
-    if told is not None and told < len(found):
-        table.add_row("", Text(f"and {len(found) - told} more: kvd top --once shows all", "dim"))
+    if max_shown is not None and max_shown < len(conditions):
+        table.add_row(
+            "", Text(f"and {len(conditions) - max_shown} more: kvd top --once shows all", "dim")
+        )
     return table
 
 
-def pool_use(report: Report) -> str:
+def pool_use_text(report: Report) -> str:
     """`40 GiB ready, 24 GiB free of 64 GiB`.
 
-    Free is what no chunk takes, also where a namespace holds it.
+    Free includes slots of namespaces that hold no chunk.
     """
     total = report["pool"]["cpu_bytes"]
     if not total:
@@ -283,38 +287,38 @@ def pool_use(report: Report) -> str:
     return f"{size(taken['ready'])} ready, {size(free)} free of {size(total)}"
 
 
-def kv_events(report: Report) -> str:
-    """How late KV events were in the last minute, and who was overrun; empty where none are."""
+def kv_event_text(report: Report) -> str:
+    """Return latency, snapshots and overruns of KV events; empty if there are none."""
     counters = report["counters"]
     if not counters["kv_events"]:
         return ""
     lags = [engine["published"]["lag_max_seconds"] for engine in report["engines"]]
-    late = max(lags, default=0.0)
+    max_lag = max(lags, default=0.0)
     snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
     return (
-        f"{latency(late)} late at most; {several(snapshots, 'snapshot')},"
+        f"{latency(max_lag)} late at most; {several(snapshots, 'snapshot')},"
         f" {several(overruns, 'overrun')}"
     )
 
 
-def lanes_table(found: Sequence[Report], rows: int | None = None, *, wide: bool = False) -> Table:
-    """A line for each lane, or the first `rows` of them."""
+def lanes_table(lanes: Sequence[Report], rows: int | None = None, *, wide: bool = False) -> Table:
+    """Return a table with a line for each lane, or for the first `rows`."""
     table = plain_table("lane", "state", "queue", "oldest", "usable", "restarts")
-    for index, lane in enumerate(found[:rows]):
+    for index, lane in enumerate(lanes[:rows]):
         style = {"up": "green", "ending": "yellow"}.get(lane["state"], "red")
         table.add_row(
-            device_name(lane["device"], wide=wide),
+            device_text(lane["device"], wide=wide),
             Text(lane["state"], style),
             number(lane["queued_jobs"]),
             latency(lane["oldest_job_seconds"]),
             f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
-            f"{lane['counters']['restarts']}{more_text(found, rows, index)}",
+            f"{lane['counters']['restarts']}{more_text(lanes, rows, index)}",
         )
     return table
 
 
 def plain_table(*columns: str) -> Table:
-    """One without lines, in which no figure is cut or split."""
+    """Return a table without rules, whose cells are never wrapped."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
@@ -322,36 +326,36 @@ def plain_table(*columns: str) -> Table:
 
 
 def more_text(items: Sequence[Any], rows: int | None, index: int) -> str:
-    """What the last of `rows` lines says of the items that are not shown."""
+    """Return "and N more" for the last of `rows` lines if items are hidden, else empty."""
     if rows is None:
         return ""
-    left = len(items) - rows
-    return f" and {left} more" if left > 0 and index == rows - 1 else ""
+    num_hidden = len(items) - rows
+    return f" and {num_hidden} more" if num_hidden > 0 and index == rows - 1 else ""
 
 
-def device_name(device: str, *, wide: bool) -> str:
-    """A GPU's name has 32 digits of a UUID; eight tell it from others."""
+def device_text(device: str, *, wide: bool) -> str:
+    """Return a device's name; of a GPU's 32 UUID digits only eight unless `wide`."""
     return device if wide else device[: len("cuda:") + 8]
 
 
 def tier_state(tier: Report) -> Text:
-    """The state of its process, breaker or room, and for how long it has been up or away."""
-    time = duration(tier["state_seconds"], units=1)
+    """Return a tier's state: its process's, its breaker's, or full; and its duration."""
+    since = duration(tier["state_seconds"], units=1)
     if tier["state"] != "up":
-        return Text(f"{tier['state']} {time}", "red" if tier["state"] == "down" else "yellow")
+        return Text(f"{tier['state']} {since}", "red" if tier["state"] == "down" else "yellow")
     if tier["breaker"] != "closed":
         word = "set aside" if tier["breaker"] == "open" else "probing"
-        return Text(f"{word} {time}", "red")
-    return Text("full", "yellow") if tier["full"] else Text(f"up {time}", "green")
+        return Text(f"{word} {since}", "red")
+    return Text("full", "yellow") if tier["full"] else Text(f"up {since}", "green")
 
 
-def found_share(tokens: float | None, keys: float | None) -> str:
-    """The share of prompt tokens; of keys looked up, and named so, where none are counted."""
+def hit_share_text(tokens: float | None, keys: float | None) -> str:
+    """Return the hit share of prompt tokens; that of keys if no tokens are counted."""
     if tokens is None and keys is not None:
         return f"{percent(keys)} of keys"
     return percent(tokens)
 
 
 def name_text(name: str, *, wide: bool) -> Text:
-    """A name in a column of its own, which must leave room for the figures beside it."""
+    """Return a name for a table cell, shortened unless `wide`."""
     return Text(name if wide else shorten(name))

@@ -22,14 +22,14 @@ from rich.text import Text
 from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.tables import (
     POOL_STATES,
-    found_share,
     header,
-    kv_events,
+    hit_share_text,
+    kv_event_text,
     lanes_table,
     more_text,
     name_text,
     plain_table,
-    pool_use,
+    pool_use_text,
     problems,
     tier_state,
 )
@@ -43,13 +43,13 @@ _FILE_COLUMNS = 240
 LINE_CELLS = 80
 BAR_CELLS = 50
 SPARK_CELLS = 48
-ENGINES = 12
-EVENTS = 8
-SMALL = 24  # a screen with no more lines has no room for the forecast
+MAX_ENGINES = 12
+MAX_EVENTS = 8
+SMALL_SCREEN_LINES = 24  # on smaller screens the forecast is omitted
 _FIXED_LINES = 18  # header, verdict, five rules, bar, throughput, heads of tables, stages
 _LINES_OF_TIERS = 2  # rule, head of the table
-_LINES_OF_ONE = 4  # a problem and its remedy
-_COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
+_LINES_PER_PROBLEM = 4  # a problem and its remedy
+_COUNTED_STATES = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green")
 
@@ -87,8 +87,8 @@ def top(*, runtime_dir: Path, interval: float, once: bool, wide: bool) -> None:
         _live(runtime_dir, interval, wide=wide)
 
 
-def _look(history: History, runtime_dir: Path) -> bool:
-    """Take one more report; whether it is the first of another daemon than before."""
+def _add_report(history: History, runtime_dir: Path) -> bool:
+    """Add a report to the history; return whether the daemon was restarted since the last."""
     with ToolConnection(runtime_dir, _ANSWER_SECONDS) as daemon:
         return history.add(daemon.status())
 
@@ -96,9 +96,9 @@ def _look(history: History, runtime_dir: Path) -> bool:
 def _once(runtime_dir: Path, interval: float, *, wide: bool) -> None:
 
     history = History()
-    _look(history, runtime_dir)
+    _add_report(history, runtime_dir)
     time.sleep(interval)
-    _look(history, runtime_dir)
+    _add_report(history, runtime_dir)
     console = Console()
     if wide and not console.is_terminal:
         console.width = _FILE_COLUMNS
@@ -115,22 +115,22 @@ def _live(runtime_dir: Path, interval: float, *, wide: bool) -> None:
     ):
         while True:
             try:
-                restarts += _look(history, runtime_dir)
-                shown = picture(history, restarts, live.console.height, wide=wide)
-            except SocketAccessDenied:  # which does not pass
+                restarts += _add_report(history, runtime_dir)
+                view = picture(history, restarts, live.console.height, wide=wide)
+            except SocketAccessDenied:  # waiting does not help
                 raise
             except NotRunning as error:
-                shown = waiting(runtime_dir, str(error))
-            live.update(shown, refresh=True)
+                view = waiting(runtime_dir, str(error))
+            live.update(view, refresh=True)
             if next_key(interval) == "q":
                 return
 
 
 @contextlib.contextmanager
 def _keys(source: TextIO) -> Iterator[Callable[[float], str]]:
-    """Read single keys, without Return, by a function that waits for the next one.
+    """Yield a function that waits for a key press and returns the key, without Return.
 
-    It returns an empty text after so many seconds; without a terminal it only waits.
+    It returns an empty text after the given seconds; without a terminal it only waits.
     """
     terminal = source.isatty()
 
@@ -138,55 +138,61 @@ def _keys(source: TextIO) -> Iterator[Callable[[float], str]]:
         ready, _, _ = select.select([source] if terminal else [], [], [], seconds)
         return os.read(source.fileno(), 1).decode("latin-1").lower() if ready else ""
 
-    before = termios.tcgetattr(source) if terminal else None
+    attributes = termios.tcgetattr(source) if terminal else None
     try:
         if terminal:
             tty.setcbreak(source)
         yield next_key
     finally:
-        if before is not None:
+        if attributes is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone
-                termios.tcsetattr(source, termios.TCSADRAIN, before)
+                termios.tcsetattr(source, termios.TCSADRAIN, attributes)
 
 
 def picture(
     history: History, restarts: int = 0, height: int | None = None, *, wide: bool = False
 ) -> RenderableType:
-    """Everything that is known of the daemon, for 80 columns and more.
+    """Return the whole view, for 80 or more columns.
 
-    Names are shortened, unless `wide`.
-
-    On a screen of `height` lines lists are shortened, and say by how much, so that no
-    section is cut off; without it, or where that does not help, all of it is drawn.
+    Args:
+        history: at least one report.
+        restarts: of the daemon, so far.
+        height: lines of the screen. Lists are shortened, with a note, so that every section fits.
+            None: lists have their maximal length.
+        wide: do not shorten names.
 
     Raises:
-        IndexError: no report has come yet.
+        IndexError: the history is empty.
     """
     span = history.span()
-    found = span.now["conditions"]
-    below = span.now["tiers"]
-    lists = [span.now["namespaces"], span.now["lanes"], below]
-    most = [(span.now["engines"], ENGINES), (span.now["events"], EVENTS)]
-    wanted = [*map(len, lists), *(min(len(each), bound) for each, bound in most)]
-    told = len(found)
+    conditions = span.now["conditions"]
+    tier_reports = span.now["tiers"]
+    lists = [span.now["namespaces"], span.now["lanes"], tier_reports]
+    bounded_lists = [(span.now["engines"], MAX_ENGINES), (span.now["events"], MAX_EVENTS)]
+    num_lines = [*map(len, lists), *(min(len(items), limit) for items, limit in bounded_lists)]
+    num_problems = len(conditions)
     if height is not None:
-        room = height - _FIXED_LINES - (_LINES_OF_TIERS if below else 0)
-        told = min(told, max(1, (room - sum(map(bool, wanted))) // _LINES_OF_ONE))
-        wanted = shares(room - _LINES_OF_ONE * told, wanted)
-    namespaces, shown_lanes, shown_tiers, engines, events = wanted
+        free_lines = height - _FIXED_LINES - (_LINES_OF_TIERS if tier_reports else 0)
+        num_problems = min(
+            num_problems, max(1, (free_lines - sum(map(bool, num_lines))) // _LINES_PER_PROBLEM)
+        )
+        num_lines = share_lines(free_lines - _LINES_PER_PROBLEM * num_problems, num_lines)
+    namespaces, shown_lanes, shown_tiers, engines, events = num_lines
     tiers_part: list[RenderableType] = []
-    if below:
+    if tier_reports:
         tiers_part = [
             Rule("Tiers, the last minute", style="dim"),
             tiers(span, shown_tiers, wide=wide),
         ]
     return Group(
         header(span.now, restarts),
-        problems(span.now, told),
+        problems(span.now, num_problems),
         Rule("Pool", style="dim"),
         _pool(span.now, namespaces, wide=wide),
         Rule("Throughput and hits", style="dim"),
-        _throughput(history, span, whole=height is None or height > SMALL, wide=wide),
+        _throughput(
+            history, span, with_memory=height is None or height > SMALL_SCREEN_LINES, wide=wide
+        ),
         Rule("Lanes and their jobs", style="dim"),
         lanes_table(span.now["lanes"], shown_lanes, wide=wide),
         _stages(span),
@@ -198,22 +204,22 @@ def picture(
     )
 
 
-def shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Lines for each list, dealt out in turn until all have enough or `room` is used up.
+def share_lines(num_lines: int, lengths: Sequence[int]) -> list[int]:
+    """Distribute `num_lines` lines in turn to lists of these lengths.
 
-    Every list that has anything gets one line at least.
+    Every list that is not empty gets at least one line.
     """
-    given = [min(1, want) for want in wanted]
+    shares = [min(1, length) for length in lengths]
     while True:
-        for index, want in enumerate(wanted):
-            if sum(given) >= room or given == list(wanted):
-                return given
-            if given[index] < want:
-                given[index] += 1
+        for index, length in enumerate(lengths):
+            if sum(shares) >= num_lines or shares == list(lengths):
+                return shares
+            if shares[index] < length:
+                shares[index] += 1
 
 
 def waiting(runtime_dir: Path, problem: str) -> RenderableType:
-    """What is shown while no daemon answers."""
+    """Return the view while no daemon answers."""
     return Group(
         Text(f"Waiting for a daemon in {runtime_dir}.", "bold yellow"), Text(problem, "dim")
     )
@@ -221,69 +227,69 @@ def waiting(runtime_dir: Path, problem: str) -> RenderableType:
 
 def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
     total = report["pool"]["cpu_bytes"]
-    use = pool_use(report)
-    bar_cells = min(BAR_CELLS, LINE_CELLS - 1 - len(use))
+    use_text = pool_use_text(report)
+    bar_cells = min(BAR_CELLS, LINE_CELLS - 1 - len(use_text))
     bar, table = Text(), Table.grid(padding=(0, 1))
     for index, namespace in enumerate(report["namespaces"]):
         colour = _COLOURS[index % len(_COLOURS)]
         for state, mark in POOL_STATES:
             cells = round(bar_cells * namespace[f"{state}_bytes"] / total) if total else 0
-            # At least one for anything that is there.
+            # At least one cell for a state with bytes.
             bar.append(mark * (cells or bool(namespace[f"{state}_bytes"])), colour)
         chunks = ", ".join(
             f"{count:,} {state}"
             for state, count in namespace["chunks"].items()
-            if count and state in _COUNTED
+            if count and state in _COUNTED_STATES
         )
-        nothing = "none ready" if any(namespace["chunks"].values()) else "empty"
+        no_chunks = "none ready" if any(namespace["chunks"].values()) else "empty"
         if index < rows:
             table.add_row(
                 Text("█", colour),
                 name_text(namespace["model"], wide=wide),
                 size(namespace["held_bytes"]),
-                Text(f"{chunks or nothing}{more_text(report['namespaces'], rows, index)}", "dim"),
+                Text(f"{chunks or no_chunks}{more_text(report['namespaces'], rows, index)}", "dim"),
             )
     bar.truncate(bar_cells)
     bar.append("·" * (bar_cells - len(bar)), "dim")
-    bar.append(f" {use}")
+    bar.append(f" {use_text}")
     return Group(bar, table)
 
 
-def _throughput(history: History, span: Span, *, whole: bool, wide: bool) -> RenderableType:
+def _throughput(history: History, span: Span, *, with_memory: bool, wide: bool) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, counter in (("in", "store_bytes"), ("out", "load_bytes")):
         rates = history.rates("counters", counter)
-        now = rate(rates[-1] if rates else None)
-        table.add_row(name, now, Text(_spark(rates[-SPARK_CELLS:]), "cyan"))
+        latest = rate(rates[-1] if rates else None)
+        table.add_row(name, latest, Text(_spark(rates[-SPARK_CELLS:]), "cyan"))
     hits = [percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")]
     text = f"of prompt tokens; {hits[1]} of keys looked up"
     table.add_row("hits", hits[0], Text(text, "dim"))
-    if events := kv_events(span.now):
-        told = span.rate("counters", "kv_events")
-        table.add_row("events", f"{number(told)}/s", Text(events, "dim"))
-    if whole and (sizes := _memory_sizes(span.now, wide=wide)):
+    if events := kv_event_text(span.now):
+        event_rate = span.rate("counters", "kv_events")
+        table.add_row("events", f"{number(event_rate)}/s", Text(events, "dim"))
+    if with_memory and (sizes := _memory_sizes(span.now, wide=wide)):
         table.add_row("memory", *sizes)
     return table
 
 
 def _memory_sizes(report: Report, *, wide: bool) -> tuple[str, Text] | None:
-    """Hits of the busiest model now, and with more memory; None where nothing is known."""
-    known = [space for space in report["namespaces"] if space["forecast"]]
-    if not known:
+    """Return the busiest model's hits now and with more memory; None without a forecast."""
+    forecasts = [namespace for namespace in report["namespaces"] if namespace["forecast"]]
+    if not forecasts:
         return None
-    busiest = max(known, key=lambda space: int(space["forecast"]["requests"]))
-    hits = {each["pool"]: each["hit_ratio"] for each in busiest["forecast"]["sizes"]}
+    busiest = max(forecasts, key=lambda namespace: int(namespace["forecast"]["requests"]))
+    hits = {forecast["pool"]: forecast["hit_ratio"] for forecast in busiest["forecast"]["sizes"]}
     text = f"{percent(hits['+100%'])} at +100 %, at most {percent(hits['unlimited'])}"
-    if len(known) > 1:
+    if len(forecasts) > 1:
         text += f" ({name_text(busiest['model'], wide=wide)})"
     return percent(hits["now"]), Text(text, "dim")
 
 
 def _spark(values: Sequence[float]) -> str:
-    top = max(values, default=0.0)
-    if not top:
+    peak = max(values, default=0.0)
+    if not peak:
         return _SPARKS[0] * len(values)
-    return "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
+    return "".join(_SPARKS[round((len(_SPARKS) - 1) * value / peak)] for value in values)
 
 
 def _stages(span: Span) -> Table:
@@ -299,18 +305,18 @@ def _stages(span: Span) -> Table:
 
 
 def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
-    """A line for each tier, or the first `rows` of them, with what it did meanwhile."""
+    """Return a table of the tiers, or the first `rows`, with their work in the span."""
     table = plain_table("tier", "state", "used", "in", "out", "hits", "get p50 / p99")
-    for index, part in enumerate(span.parts("tiers")[:rows]):
-        tier = part.now
-        gets = part.histogram("counters", "get_latency")
+    for index, tier_span in enumerate(span.parts("tiers")[:rows]):
+        tier = tier_span.now
+        gets = tier_span.histogram("counters", "get_latency")
         low, high = (latency(gets.quantile(q)) for q in (0.5, 0.99))
         table.add_row(
             name_text(tier["name"], wide=wide),
             tier_state(tier),
             _used(tier),
-            *(rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
-            number(part.rise("counters", "gets", "ok")),
+            *(rate(tier_span.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
+            number(tier_span.rise("counters", "gets", "ok")),
             f"{low} / {high}{more_text(span.now['tiers'], rows, index)}",
         )
     return table
@@ -328,12 +334,14 @@ def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
     table = plain_table("engine", "state", "ranks", "tokens found", "scheduler's pid")
     for index, part in enumerate(span.parts("engines")[:rows]):
         engine = part.now
-        pids = [str(one["pid"]) for one in engine["sessions"] if one["kind"] == "scheduler"]
+        pids = [
+            str(session["pid"]) for session in engine["sessions"] if session["kind"] == "scheduler"
+        ]
         table.add_row(
             name_text(engine["name"], wide=wide),
             _attachment(engine),
             str(engine["world_size"]),
-            found_share(
+            hit_share_text(
                 part.share("hit_tokens", "lookup_tokens"),
                 part.share("hit_chunks", "lookup_chunks"),
             ),
@@ -346,8 +354,8 @@ def _attachment(engine: Report) -> Text:
     if engine["attached"]:
         return Text("attached", "green")
     missing = engine["missing_ranks"]
-    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return Text(f"waits for rank {missing[0]}{others}" if missing else "no rank yet", "yellow")
+    suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return Text(f"waits for rank {missing[0]}{suffix}" if missing else "no rank yet", "yellow")
 
 
 def _events(events: Sequence[dict[str, Any]], rows: int) -> RenderableType:

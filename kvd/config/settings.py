@@ -1,8 +1,8 @@
-"""The daemon's settings, each with its description; a new one is a field of `Settings`.
+"""The daemon's settings with their descriptions; each is a field of `Settings`.
 
-Checks, the options of `kvd serve`, `kvd config show`, the sample file and the table in
-docs/configuration.md all come from there; `kvd.config.sources` finds the values. Sizes are text
-such as ``64GiB`` or bytes; durations are seconds.
+The fields define the checks, the options of `kvd serve`, `kvd config show`, the sample file and the
+table in docs/configuration.md; `kvd.config.sources` finds the values. Sizes are text such as
+``64GiB`` or bytes; durations are seconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvd.config.values import (
     QUOTA_NEEDS,
-    TIERS_NEED,
+    TIER_LIST_NEEDS,
     Quota,
     QuotaTable,
     parse_listen,
@@ -37,26 +37,25 @@ class Setting:
     """Description of a setting.
 
     Attributes:
-        help: one line, a sentence.
-        section: under which heading of the sample file it stands.
-        metavar: what stands for a value in help texts.
-        live: `kvd config reload` applies a change; the others need a restart.
-        wants: what a value must be, where the type cannot say it.
-        check: raises SizeError, or ConfigError with the remedy, where a value is not that.
-        parse: makes the value of a variable's or a flag's text; raises ConfigError.
-        many: a flag may be given several times; `parse` gets them with `;` between.
-        key, hint, default: of the field: its name, its type with all annotations, its value
-            where none is given.
+        help: one sentence.
+        section: its heading in the sample file.
+        metavar: placeholder of the value in help texts.
+        live: `kvd config reload` applies a change; other settings need a restart.
+        expected: valid values, as text, if the type does not define them.
+        check: raises SizeError or ConfigError, with the remedy, for an invalid value.
+        parse: converts the text of a variable or a flag; raises ConfigError.
+        repeatable: the flag may be repeated; `parse` gets the texts joined with `;`.
+        key, hint, default: name, annotated type and default of the field.
     """
 
     help: str
     section: str
     metavar: str
     live: bool = False
-    wants: str = ""
+    expected: str = ""
     check: Callable[[Any], object] | None = None
     parse: Callable[[str], Any] | None = None
-    many: bool = False
+    repeatable: bool = False
     key: str = ""
     hint: Any = None
     default: Any = None
@@ -73,17 +72,17 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it may be, where they are few."""
+        """The possible values, if the type lists them; else empty."""
         base = get_args(self.hint)[0]
         return get_args(base) if get_origin(base) is Literal else ()
 
     @property
-    def needs(self) -> str:
-        """What a value must be, for people."""
+    def requirement(self) -> str:
+        """The valid values, as text."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        if self.wants:
-            return self.wants
+        if self.expected:
+            return self.expected
         number = "a whole number" if get_args(self.hint)[0] is int else "a number"
         bounds = next(mark for mark in self.hint.__metadata__ if isinstance(mark, Meta))
         if bounds.ge is not None:
@@ -91,14 +90,14 @@ class Setting:
         return f"{number} above {bounds.gt:.12g} and at most {bounds.le:.12g}"
 
     def convert(self, value: Any, *, typed: bool) -> Any:
-        """Return the value as the setting holds it.
+        """Return a source's value converted to the setting's type.
 
         Args:
-            value: as found.
-            typed: it comes from TOML, which knows numbers from text; else it is text.
+            value: from the source.
+            typed: it comes from TOML, with its type; else it is text.
 
         Raises:
-            ConfigError: it cannot be one; the text says what can.
+            ConfigError: the value is invalid; the text names the valid ones.
         """
         try:
             if self.parse is not None and not typed:
@@ -107,43 +106,45 @@ class Setting:
             if self.check is not None:
                 self.check(result)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"needs {self.needs}") from error
+            raise ConfigError(f"needs {self.requirement}") from error
         except SizeError as error:
-            meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
-            raise ConfigError(f"needs {self.needs}{meant}") from error
+            suggestion = f"; did you mean {error.suggestion}?" if error.suggestion else ""
+            raise ConfigError(f"needs {self.requirement}{suggestion}") from error
         return result
 
 
-def known_in(settings: type[msgspec.Struct]) -> Iterator[Setting]:
-    """Every setting of a struct whose fields carry `Setting`."""
+def settings_of(settings: type[msgspec.Struct]) -> Iterator[Setting]:
+    """Yield the settings of a struct whose fields are annotated with `Setting`."""
     hints = get_type_hints(settings, include_extras=True)
     for field in msgspec.structs.fields(settings):
         hint = hints[field.name]
-        about = next(mark for mark in hint.__metadata__ if isinstance(mark, Setting))
-        made = field.default_factory is not msgspec.NODEFAULT
-        default = field.default_factory() if made else field.default
-        yield replace(about, key=field.name, hint=hint, default=default)
+        setting = next(
+            annotation for annotation in hint.__metadata__ if isinstance(annotation, Setting)
+        )
+        has_factory = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if has_factory else field.default
+        yield replace(setting, key=field.name, hint=hint, default=default)
 
 
-_PLACE = "Where the daemon lives"
+_DIRECTORIES = "Where the daemon lives"
 _POOL = "The pool"
 _TIERS = "Tiers below the pool"
-_TIME = "Deadlines"
-_LIMIT = "Limits"
-_WHO = "Who may connect"
+_DEADLINES = "Deadlines"
+_LIMITS = "Limits"
+_ACCESS = "Who may connect"
 _LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-_DIR = "the path of a directory"
+_DIRECTORY = "the path of a directory"
 _SIZE = "such as 64GiB or 512MiB"
-_NAMES = "names or numbers of {}, with commas between; or nothing"
+_NAMES = "names or numbers of {}, separated by commas; or nothing"
 
 
-_SMALLEST_POOL = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
+_MIN_POOL_BYTES = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
 
 
-def _at_least(least: int, value: str | int) -> None:
-    if parse_size(value) < least:
+def _at_least(minimum: int, value: str | int) -> None:
+    if parse_size(value) < minimum:
         raise SizeError(f"{value} is too small")
 
 
@@ -153,20 +154,27 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     runtime_dir: Annotated[
         str,
         Meta(min_length=1),
-        Setting("Directory for the sockets and the lock.", _PLACE, "DIR", wants=_DIR),
+        Setting(
+            "Directory for the sockets and the lock.", _DIRECTORIES, "DIR", expected=_DIRECTORY
+        ),
     ] = "/run/kvd"
     pool_dir: Annotated[
         str,
         Meta(min_length=1),
-        Setting("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", wants=_DIR),
+        Setting(
+            "Where the pool's file lies: the node's tmpfs.",
+            _DIRECTORIES,
+            "DIR",
+            expected=_DIRECTORY,
+        ),
     ] = "/dev/shm"
     http_listen: Annotated[
         str,
         Setting(
             "Where health, metrics and the status page are served.",
-            _PLACE,
+            _DIRECTORIES,
             "HOST:PORT",
-            wants="HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off",
+            expected="HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free), or off",
             check=parse_listen,
         ),
     ] = "127.0.0.1:9330"
@@ -176,8 +184,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Size of the pool; auto takes it from what the first engine reports.",
             _POOL,
             "SIZE",
-            wants=f"a size of at least 64 KiB {_SIZE}, or auto",
-            check=lambda value: value == "auto" or _at_least(_SMALLEST_POOL, value),
+            expected=f"a size of at least 64 KiB {_SIZE}, or auto",
+            check=lambda value: value == "auto" or _at_least(_MIN_POOL_BYTES, value),
         ),
     ] = "auto"
     host_ratio: Annotated[
@@ -191,7 +199,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "With auto: memory that is left to other processes.",
             _POOL,
             "SIZE",
-            wants=f"a size {_SIZE}",
+            expected=f"a size {_SIZE}",
             check=parse_size,
         ),
     ] = "2GiB"
@@ -225,7 +233,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _POOL,
             "TABLE",
             live=True,
-            wants=QUOTA_NEEDS,
+            expected=QUOTA_NEEDS,
             check=lambda table: quotas_of(table, 0),
             parse=parse_quotas,
         ),
@@ -246,66 +254,70 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Where chunks go that the pool has no room for; asked in this order.",
             _TIERS,
             "TIER",
-            wants=TIERS_NEED,
+            expected=TIER_LIST_NEEDS,
             check=parse_tiers,
             parse=split_tiers,
-            many=True,
+            repeatable=True,
         ),
     ] = []  # msgspec makes a new one each time
     lease_seconds: Annotated[
         _Seconds,
         Setting(
-            "Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True
+            "Longest time that a load may keep its chunks pinned.", _DEADLINES, "SECONDS", live=True
         ),
     ] = 60.0
     ticket_seconds: Annotated[
         _Seconds,
-        Setting("A store that takes longer is given up.", _TIME, "SECONDS", live=True),
+        Setting("A store that takes longer is given up.", _DEADLINES, "SECONDS", live=True),
     ] = 60.0
     lane_timeout_seconds: Annotated[
         _Seconds,
-        Setting("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
+        Setting("A lane that is silent for longer is replaced.", _DEADLINES, "SECONDS", live=True),
     ] = 5.0
     lane_idle_seconds: Annotated[
         _Seconds,
-        Setting("A GPU's lane that no engine uses for longer ends.", _TIME, "SECONDS", live=True),
+        Setting(
+            "A GPU's lane that no engine uses for longer ends.", _DEADLINES, "SECONDS", live=True
+        ),
     ] = 300.0
     drain_seconds: Annotated[
         _Seconds,
-        Setting("How long the daemon waits for copies when it stops.", _TIME, "SECONDS", live=True),
+        Setting(
+            "How long the daemon waits for copies when it stops.", _DEADLINES, "SECONDS", live=True
+        ),
     ] = 10.0
     max_sessions: Annotated[
         int,
         Meta(ge=1, le=65536),
-        Setting("Most connections at one time.", _LIMIT, "N", live=True),
+        Setting("Most connections at one time.", _LIMITS, "N", live=True),
     ] = 1024
     max_sessions_per_user: Annotated[
         int,
         Meta(ge=1, le=65536),
-        Setting("Most connections of one user at one time.", _LIMIT, "N", live=True),
+        Setting("Most connections of one user at one time.", _LIMITS, "N", live=True),
     ] = 512
     max_namespaces: Annotated[
         int,
         Meta(ge=1, le=4096),
-        Setting("Most namespaces at one time; unused ones give way.", _LIMIT, "N", live=True),
+        Setting("Most namespaces at one time; unused ones give way.", _LIMITS, "N", live=True),
     ] = 64
     max_leases: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        Setting("Most leases that an engine may hold.", _LIMIT, "N", live=True),
+        Setting("Most leases that an engine may hold.", _LIMITS, "N", live=True),
     ] = 4096
     max_queued_jobs: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        Setting("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMIT, "N"),
+        Setting("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMITS, "N"),
     ] = 4096
     max_queued_bytes: Annotated[
         str | int,
         Setting(
             "Most bytes of such jobs.",
-            _LIMIT,
+            _LIMITS,
             "SIZE",
-            wants=f"a size of at least 1 B {_SIZE}",
+            expected=f"a size of at least 1 B {_SIZE}",
             check=lambda value: _at_least(1, value),
         ),
     ] = "64GiB"
@@ -314,9 +326,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str,
         Setting(
             "Users that may connect; with no groups either, all who can open the sockets.",
-            _WHO,
+            _ACCESS,
             "NAMES",
-            wants=_NAMES.format("users"),
+            expected=_NAMES.format("users"),
             check=parse_names,
         ),
     ] = ""
@@ -324,15 +336,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str,
         Setting(
             "Groups whose members may connect, beside those users.",
-            _WHO,
+            _ACCESS,
             "NAMES",
-            wants=_NAMES.format("groups"),
+            expected=_NAMES.format("groups"),
             check=parse_names,
         ),
     ] = ""
     share_between_users: Annotated[
         Literal["yes", "no"],
-        Setting("Let engines of different users share chunks of the same model.", _WHO, "YES|NO"),
+        Setting(
+            "Let engines of different users share chunks of the same model.", _ACCESS, "YES|NO"
+        ),
     ] = "yes"
 
     log_level: Annotated[
@@ -346,23 +360,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def pool_bytes(self) -> int | None:
-        """The pool's size, or None where the workers' reports decide it (``auto``)."""
+        """The configured size of the pool; None for ``auto``."""
         return None if self.cpu_bytes == "auto" else parse_size(self.cpu_bytes)
 
     @property
     def reserve_bytes(self) -> int:
-        """Memory that ``auto`` leaves to everybody else."""
+        """Memory that ``auto`` leaves to other processes."""
         return parse_size(self.reserve)
 
     @property
     def queued_bytes(self) -> int:
-        """Most bytes of an engine's jobs that wait in a lane."""
+        """Limit of the bytes of an engine's jobs that wait in a lane."""
         return parse_size(self.max_queued_bytes)
 
     def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
-        """The quotas by model, in bytes of a pool of `cpu_bytes`."""
+        """Return the quotas by model, in bytes of a pool of `cpu_bytes`."""
         return quotas_of(self.quota, cpu_bytes)
 
 
-SETTINGS: dict[str, Setting] = {known.key: known for known in known_in(Settings)}
-"""Every setting by its key, in the order of the sample file."""
+SETTINGS: dict[str, Setting] = {setting.key: setting for setting in settings_of(Settings)}
+"""All settings by key, in the order of the sample file."""

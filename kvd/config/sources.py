@@ -1,8 +1,7 @@
 """Where settings come from: the defaults, one TOML file, the environment, the flags.
 
-The later wins, key by key; of what a running daemon reads again some waits for a restart. A
-source that cannot be used is reported with all that is wrong in it at once, each line naming
-place, key, value and remedy.
+The later wins, key by key. On a reload some changes wait for a restart. An invalid source is
+reported with all its errors at once; each line names place, key, value and remedy.
 """
 
 import contextlib
@@ -28,25 +27,24 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and for each key where its value was found.
+    """Valid settings, and where each value came from.
 
     Attributes:
-        settings: valid ones.
+        settings: the values.
         origins: by key: `default`, a file with its line, a variable or a flag.
         file: the file that was read, if any.
-        warnings: what is not wrong but looks like a mistake.
-        waiting: by key, value and origin of what a running daemon would take up only at a
-            restart.
+        warnings: probable mistakes.
+        pending_restart: by key: new value and origin that apply only after a restart.
     """
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(SETTINGS, DEFAULT))
     file: Path | None = None
     warnings: tuple[str, ...] = ()
-    waiting: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    pending_restart: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the effective settings by key, with what waits for a restart."""
+        """Return the effective settings by key, with the values that need a restart."""
         settings: dict[str, dict[str, Any]] = {
             key: {
                 "value": getattr(self.settings, key),
@@ -55,19 +53,19 @@ class LoadedSettings:
             }
             for key, origin in self.origins.items()
         }
-        for key, (value, origin) in self.waiting.items():
+        for key, (value, origin) in self.pending_restart.items():
             settings[key]["after_restart"] = {"value": value, "from": origin}
         return {"file": str(self.file) if self.file else None, "settings": settings}
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The places to look at; a daemon keeps them, to look again on reload.
+    """The sources of settings; a daemon retains them for reloads.
 
     Attributes:
-        config: the file named by --config.
-        flags: text by key, as given on the command line.
-        environment: usually the process's own.
+        config: the file of --config.
+        flags: text by key, from the command line.
+        environment: usually that of the process.
     """
 
     config: Path | None = None
@@ -76,71 +74,76 @@ class Sources:
 
     @property
     def file(self) -> Path | None:
-        """The file to read: --config, else KVD_CONFIG, else the default one where it exists."""
+        """The file to read: --config, else KVD_CONFIG, else the default one if it exists."""
         named = self.config or self.environment.get(FILE_VARIABLE)
         if named:
             return Path(named)
         try:
             return DEFAULT_FILE if DEFAULT_FILE.exists() else None
-        except PermissionError:  # to read it says why
+        except PermissionError:  # reading it reports the reason
             return DEFAULT_FILE
 
     def load(self) -> LoadedSettings:
-        """Read every source.
+        """Read all sources.
 
         Raises:
-            ConfigError: all that is wrong, a line each.
+            ConfigError: all errors, one a line.
         """
         file = self.file
         problems: list[str] = []
         values: dict[str, Any] = {}
         origins = dict.fromkeys(SETTINGS, DEFAULT)
-        for source in (self._from_file(file, problems), self._from_environment(), self._given()):
+        for source in (
+            self._from_file(file, problems),
+            self._from_environment(),
+            self._from_flags(),
+        ):
             for key, value, origin, typed in source:
                 try:
                     values[key] = SETTINGS[key].convert(value, typed=typed)
                 except ConfigError as error:
                     problems.append(f"{origin}: {key} = {value!r}: {error}")
                 origins[key] = origin
-        _refuse(problems)
+        _raise_all(problems)
         settings = Settings(**values)
-        size = settings.pool_bytes
-        if size is not None:
-            wrong = quota_contradictions(settings.quotas(size), size)
-            _refuse([f"{origins['quota']}: quota: {text}" for text in wrong])
-        misplaced = tier_directory_conflicts(
+        cpu_bytes = settings.pool_bytes
+        if cpu_bytes is not None:
+            contradictions = quota_contradictions(settings.quotas(cpu_bytes), cpu_bytes)
+            _raise_all([f"{origins['quota']}: quota: {text}" for text in contradictions])
+        conflicts = tier_directory_conflicts(
             parse_tiers(settings.tier), settings.runtime_dir, settings.pool_dir
         )
-        _refuse([f"{origins['tier']}: tier: {text}" for text in misplaced])
-        return LoadedSettings(settings, origins, file, tuple(self._suspicious()))
+        _raise_all([f"{origins['tier']}: tier: {text}" for text in conflicts])
+        return LoadedSettings(settings, origins, file, tuple(self._suspicious_variables()))
 
     def runtime_dir(self) -> str:
-        """Return the one setting that a tool needs; other mistakes are ignored.
+        """Return `runtime_dir`, which tools need; errors in other settings are ignored.
 
         Raises:
             ConfigError: the file cannot be read, or its runtime_dir is no text.
         """
-        known = SETTINGS["runtime_dir"]
-        found = self.flags.get(known.key) or self.environment.get(known.variable)
-        if found:
-            return found
+        setting = SETTINGS["runtime_dir"]
+        text = self.flags.get(setting.key) or self.environment.get(setting.variable)
+        if text:
+            return text
         file = self.file
-        value = read_toml(file)[0].get(known.key, known.default) if file else known.default
+        value = read_toml(file)[0].get(setting.key, setting.default) if file else setting.default
         try:
-            return str(known.convert(value, typed=True))
+            return str(setting.convert(value, typed=True))
         except ConfigError:
             raise ConfigError(
-                f"{file}: {known.key} = {value!r}: needs {known.needs}; or give --runtime-dir"
+                f"{file}: {setting.key} = {value!r}: needs {setting.requirement}; or give"
+                " --runtime-dir"
             ) from None
 
     def log_format(self) -> str:
-        """Return the format for the errors of other settings; the default where it is wrong too."""
-        known = SETTINGS["log_format"]
-        value = self.flags.get(known.key) or self.environment.get(known.variable)
+        """Return `log_format`, for errors in other settings; the default if it is invalid."""
+        setting = SETTINGS["log_format"]
+        value = self.flags.get(setting.key) or self.environment.get(setting.variable)
         if not value and (file := self.file):
             with contextlib.suppress(ConfigError):
-                value = read_toml(file)[0].get(known.key)
-        return value if value in known.choices else str(known.default)
+                value = read_toml(file)[0].get(setting.key)
+        return value if value in setting.choices else str(setting.default)
 
     # -------------------------------------------------------------- sources
 
@@ -155,48 +158,50 @@ class Sources:
             problems.append(str(error))
             return
         for key, value in values.items():
-            place = f"{file}{_line(text, key)}"
+            origin = f"{file}{_line_of_key(text, key)}"
             if key in SETTINGS:
-                yield key, value, place, True
+                yield key, value, origin, True
             else:
-                problems.append(f"{place}: {key} = {value!r}: no such setting; {_nearest(key)}")
+                problems.append(
+                    f"{origin}: {key} = {value!r}: no such setting; {_spelling_hint(key)}"
+                )
 
     def _from_environment(self) -> Iterator[tuple[str, Any, str, bool]]:
-        for key, known in SETTINGS.items():
-            value = self.environment.get(known.variable)
-            if value:  # empty is not set: how compose files write "no value"
-                yield key, value, known.variable, False
+        for key, setting in SETTINGS.items():
+            value = self.environment.get(setting.variable)
+            if value:  # empty means unset, as in compose files
+                yield key, value, setting.variable, False
 
-    def _given(self) -> Iterator[tuple[str, Any, str, bool]]:
+    def _from_flags(self) -> Iterator[tuple[str, Any, str, bool]]:
         for key, value in self.flags.items():
             yield key, value, SETTINGS[key].flag, False
 
-    def _suspicious(self) -> Iterator[str]:
-        # Not refused: an orchestrator may put KVD_PORT and the like into every container.
-        ours = {FILE_VARIABLE, *(known.variable for known in SETTINGS.values())}
+    def _suspicious_variables(self) -> Iterator[str]:
+        # Only a warning: orchestrators put variables such as KVD_PORT into every container.
+        known_variables = {FILE_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
         for name in sorted(self.environment):
-            if name.startswith(ENVIRONMENT_PREFIX) and name not in ours:
-                close = difflib.get_close_matches(name, ours, n=1, cutoff=0.85)
-                if close:
-                    yield f"{name} is no setting; did you mean {close[0]}?"
+            if name.startswith(ENVIRONMENT_PREFIX) and name not in known_variables:
+                matches = difflib.get_close_matches(name, known_variables, n=1, cutoff=0.85)
+                if matches:
+                    yield f"{name} is no setting; did you mean {matches[0]}?"
 
 
 def read_toml(file: Path) -> tuple[dict[str, Any], str]:
-    """Return a file's values, and its text.
+    """Return a file's values and its text.
 
     Raises:
-        ConfigError: it cannot be read, or is not TOML.
+        ConfigError: the file cannot be read or is not TOML.
     """
     try:
         if file.exists() and not (
             file.is_file() or file.is_char_device()
         ):  # /dev/null is "no file"
-            raise OSError(errno.EINVAL, "it is no regular file")  # a pipe would hold the daemon up
+            raise OSError(errno.EINVAL, "it is no regular file")  # reading a pipe could block
         text = file.read_text(encoding="utf-8")
         return tomllib.loads(text), text
     except PermissionError as error:
-        why = explain_denied(file) or error.strerror
-        raise ConfigError(f"{file}: cannot be read: {why}") from error
+        reason = explain_denied(file) or error.strerror
+        raise ConfigError(f"{file}: cannot be read: {reason}") from error
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); name another with --config or"
@@ -208,20 +213,20 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         ) from error
 
 
-def _line(text: str, key: str) -> str:
-    """`:7` where the key stands at the beginning of line 7."""
-    found = re.search(rf"^[ \t]*\[?[\"']?{re.escape(key)}\b", text, re.MULTILINE)
-    if found is None:
+def _line_of_key(text: str, key: str) -> str:
+    """Return `:7` if line 7 starts with the key; empty if no line does."""
+    match = re.search(rf"^[ \t]*\[?[\"']?{re.escape(key)}\b", text, re.MULTILINE)
+    if match is None:
         return ""
-    number = text.count("\n", 0, found.start()) + 1
+    number = text.count("\n", 0, match.start()) + 1
     return f":{number}"
 
 
-def _nearest(key: str) -> str:
-    close = difflib.get_close_matches(key.lower().replace("-", "_"), SETTINGS, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are: {', '.join(SETTINGS)}"
+def _spelling_hint(key: str) -> str:
+    matches = difflib.get_close_matches(key.lower().replace("-", "_"), SETTINGS, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"known are: {', '.join(SETTINGS)}"
 
 
-def _refuse(problems: list[str]) -> None:
+def _raise_all(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))

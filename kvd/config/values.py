@@ -1,8 +1,8 @@
-"""How an operator writes an address, a list of users or groups, models' quotas, and tiers.
+"""Settings with a syntax of their own: addresses, lists of users and groups, quotas, tiers.
 
 A tier is ``NAME:TARGET,key=value,…``, such as ``disk:/var/lib/kvd,size=500GiB`` or
-``mooncake:master=10.0.0.1:50051,protocol=rdma``. The keys here are the same for every tier; the
-others are its backend's, which checks them.
+``mooncake:master=10.0.0.1:50051,protocol=rdma``. Keys that all tiers have are parsed here; the
+backend checks the others.
 """
 
 import ipaddress
@@ -31,7 +31,7 @@ class ListenAddress:
 
     @property
     def everywhere(self) -> bool:
-        """Whether the host stands for every interface of the machine."""
+        """Whether the address covers every interface of the machine."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:  # a name
@@ -62,9 +62,9 @@ def parse_listen(text: str) -> ListenAddress | None:
 
 
 def parse_names(text: str) -> list[str]:
-    """Return the items of a list of names or numbers with commas between; none for no text.
+    """Return the items of a comma-separated list of names or numbers; empty for an empty text.
 
-    Whether the names exist is asked where the daemon runs.
+    The daemon checks at its start that the names exist.
 
     Raises:
         ConfigError: an item is empty, or a number out of range.
@@ -75,8 +75,8 @@ def parse_names(text: str) -> list[str]:
     for item in items:
         if not item or (item.isdecimal() and int(item) > _MAX_ID):
             raise ConfigError(
-                f"{item!r} is neither a name nor a number; give names or numbers with commas"
-                " between, or nothing"
+                f"{item!r} is neither a name nor a number; give names or numbers separated by"
+                " commas, or nothing"
             )
     return items
 
@@ -92,19 +92,19 @@ QUOTA_NEEDS = (
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A model's part of the pool in bytes; a cap of None is none."""
+    """A model's floor and cap in bytes of the pool; None: no cap."""
 
     floor_bytes: int = 0
     cap_bytes: int | None = None
 
 
 def parse_quotas(text: str) -> Any:
-    """Parse the table of a variable or a flag: TOML in one line.
+    """Parse the quotas of a variable or a flag: a TOML table in one line.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is no TOML.
     """
-    import tomllib  # noqa: PLC0415  # a tier's process must not pay for it
+    import tomllib  # noqa: PLC0415  # a tier's process does not need it
 
     try:
         return tomllib.loads(f"quota = {text}\n")["quota"]
@@ -125,13 +125,13 @@ def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
             raise ConfigError(
                 f"{model}: {unknown or 'nothing'} is neither floor nor cap; needs {QUOTA_NEEDS}"
             )
-        part = {key: _bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
-        quotas[model] = Quota(part.get("floor", 0), part.get("cap"))
+        nbytes = {key: _bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
+        quotas[model] = Quota(nbytes.get("floor", 0), nbytes.get("cap"))
     return quotas
 
 
 def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterator[str]:
-    """Yield what is impossible in a pool of `cpu_bytes`."""
+    """Yield contradictions of the quotas in a pool of `cpu_bytes`, as text."""
     for model, quota in quotas.items():
         if quota.cap_bytes is not None and quota.cap_bytes < quota.floor_bytes:
             yield (
@@ -141,13 +141,13 @@ def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterato
     floors = sum(quota.floor_bytes for quota in quotas.values())
     if floors > cpu_bytes:
         yield (
-            f"the floors of {', '.join(quotas)} are {format_size(floors)} together, the pool has"
+            f"the floors of {', '.join(quotas)} add up to {format_size(floors)}, the pool has"
             f" {format_size(cpu_bytes)}; lower them or raise cpu_bytes"
         )
 
 
 def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
-    text, meant = str(amount).strip(), ""
+    text, hint = str(amount).strip(), ""
     try:
         if not text.endswith("%"):
             return parse_size(amount)
@@ -155,87 +155,85 @@ def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
         if 0 <= percent <= 100:
             return int(cpu_bytes * percent / 100)
     except SizeError as error:
-        meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
+        hint = f"; did you mean {error.suggestion}?" if error.suggestion else ""
     except ValueError:
         pass
     raise ConfigError(
-        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool{meant}"
+        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool{hint}"
     )
 
 
 TIER_NEEDS = (
     "NAME:TARGET,key=value,… such as disk:/var/lib/kvd,size=500GiB or mooncake:master=HOST:50051"
 )
-TIERS_NEED = (
-    f"a list of {TIER_NEEDS}; the flag may be given several times, the variable has ; between them"
-)
+TIER_LIST_NEEDS = f"a list of {TIER_NEEDS}; repeat the flag, or separate them by ; in the variable"
 MAX_TIERS = 4  # that of kvd_proto.messages, which a start imports later
-Keep: TypeAlias = Literal["asked", "all", "never"]
-_KEEPS: tuple[Keep, ...] = ("asked", "all", "never")
+KeepMode: TypeAlias = Literal["asked", "all", "never"]
+_KEEP_MODES: tuple[KeepMode, ...] = ("asked", "all", "never")
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
-_BETWEEN = re.compile(r"\s*;\s*|\s+(?=[a-z][a-z0-9-]*:)")  # a target may have spaces
+_SEPARATOR = re.compile(r"\s*;\s*|\s+(?=[a-z][a-z0-9-]*:)")  # a target may contain spaces
 
 
 @dataclass(frozen=True, slots=True)
 class TierSetting:
-    """One tier, as it was written.
+    """The setting of one tier.
 
     Attributes:
-        text: all of it.
-        kind: the entry point's name.
-        target: what follows the colon up to the first comma, where that is no ``key=value``.
-        options: the other keys and values, for the backend; with `size`, which all may have.
-        keep: which chunks go down: those that were asked for, all, or none.
-        queue_bytes: of chunks that are on their way, in each direction.
-        late_seconds: without any progress, after which the tier is set aside.
+        text: the whole setting.
+        kind: name of the backend's entry point.
+        target: text between the colon and the first comma, unless it is a ``key=value``.
+        options: keys and values for the backend, with `size`, which all tiers have.
+        keep: which chunks are demoted: those that were requested, all, or none.
+        queue_bytes: limit of chunks in flight, for each direction.
+        late_seconds: time without progress after which the tier is set aside.
     """
 
     text: str
     kind: str
     target: str
     options: Mapping[str, str]
-    keep: Keep = "asked"
+    keep: KeepMode = "asked"
     queue_bytes: int = 256 * 2**20
     late_seconds: float = 0.2
 
     @property
     def directory(self) -> Path | None:
-        """Where it keeps its files; None where the target is no absolute path."""
-        return _normal(self.target) if self.target.startswith("/") else None
+        """The tier's directory; None if the target is no absolute path."""
+        return _normalized(self.target) if self.target.startswith("/") else None
 
     @property
     def size_bytes(self) -> int | None:
-        """Its budget; None where none is given."""
+        """The tier's budget in bytes; None if not given."""
         return parse_size(self.options["size"]) if "size" in self.options else None
 
 
 def split_tiers(text: str) -> list[str]:
-    """The tiers in one text, with semicolons or white space between."""
-    return [part for part in _BETWEEN.split(text.strip()) if part]
+    """Split a text into tiers, separated by semicolons or white space."""
+    return [item for item in _SEPARATOR.split(text.strip()) if item]
 
 
 def parse_tier(text: str) -> TierSetting:
-    """Parse one tier.
+    """Parse the setting of one tier.
 
     Raises:
-        ConfigError: it is none; the text says what is.
+        ConfigError: `text` is no tier; the error names the syntax.
     """
-    kind, colon, rest = text.strip().partition(":")
+    kind, colon, body = text.strip().partition(":")
     if not colon or not _NAME.fullmatch(kind):
         raise ConfigError(f"{text!r} is no tier; give {TIER_NEEDS}")
-    parts = rest.split(",") if rest else []
-    target = parts.pop(0) if parts and "=" not in parts[0] else ""
+    items = body.split(",") if body else []
+    target = items.pop(0) if items and "=" not in items[0] else ""
     options: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
+    for item in items:
+        key, equals, value = item.partition("=")
         if not equals or not key or not value or key in options:
-            raise ConfigError(f"{text!r}: {part!r} is not one key=value; give {TIER_NEEDS}")
+            raise ConfigError(f"{text!r}: {item!r} is not one key=value; give {TIER_NEEDS}")
         options[key] = value
     if "size" in options:
         _size(text, "size", options["size"])
     keep = options.pop("keep", "asked")
-    if keep not in _KEEPS:
-        raise ConfigError(f"{text!r}: keep={keep} is none of {', '.join(_KEEPS)}")
+    if keep not in _KEEP_MODES:
+        raise ConfigError(f"{text!r}: keep={keep} is none of {', '.join(_KEEP_MODES)}")
     return TierSetting(
         text=text.strip(),
         kind=kind,
@@ -248,70 +246,70 @@ def parse_tier(text: str) -> TierSetting:
 
 
 def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
-    """Parse all tiers, in the order in which they are asked.
+    """Parse the tiers, in the order of lookups.
 
     Raises:
-        ConfigError: one is none, two have the same target, or they are too many.
+        ConfigError: a text is no tier, two have the same target, or there are too many.
     """
     tiers = [parse_tier(text) for text in texts]
     if len(tiers) > MAX_TIERS:
-        raise ConfigError(f"{len(tiers)} tiers; at most {MAX_TIERS} can be stacked")
-    places = [(tier.kind, tier.target, tier.options.get("master")) for tier in tiers]
-    for tier, place in zip(tiers, places, strict=True):
-        if places.count(place) > 1:
-            raise ConfigError(f"{tier.text!r} is there twice; remove one")
+        raise ConfigError(f"{len(tiers)} tiers; at most {MAX_TIERS} are possible")
+    identities = [(tier.kind, tier.target, tier.options.get("master")) for tier in tiers]
+    for tier, identity in zip(tiers, identities, strict=True):
+        if identities.count(identity) > 1:
+            raise ConfigError(f"{tier.text!r} is given twice; remove one")
     return tiers
 
 
 def tier_directory_conflicts(
     tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str
 ) -> Iterator[str]:
-    """What is wrong with the tiers' directories, a line each.
+    """Yield conflicts of the tiers' directories with each other and the daemon's, as text.
 
-    Paths are compared as they are written; of the daemon's own directories also what symbolic
-    links lead to. A tier's directory is not looked at: its file system may hang.
+    Paths are compared as written, the daemon's directories also with symbolic links resolved. The
+    tiers' directories are not accessed: their file systems may hang.
     """
     earlier: list[Path] = []
     for tier in tiers:
-        place = tier.directory
-        if place is None:
+        directory = tier.directory
+        if directory is None:
             continue
-        for own in _spellings(runtime_dir):
-            if place.is_relative_to(own) or own.is_relative_to(place):
-                yield _is_taken(
+        for own in _path_variants(runtime_dir):
+            if directory.is_relative_to(own) or own.is_relative_to(directory):
+                yield _directory_conflict(
                     tier,
                     "is, contains or lies in the runtime directory",
                     f"runtime_dir = {runtime_dir}",
                 )
                 break
-        for own in _spellings(pool_dir):
-            if own.is_relative_to(place):
-                yield _is_taken(
+        for own in _path_variants(pool_dir):
+            if own.is_relative_to(directory):
+                yield _directory_conflict(
                     tier, "is or contains the pool's directory", f"pool_dir = {pool_dir}"
                 )
                 break
         for other in earlier:
-            if place.is_relative_to(other) or other.is_relative_to(place):
-                yield _is_taken(
+            if directory.is_relative_to(other) or other.is_relative_to(directory):
+                yield _directory_conflict(
                     tier, "is, contains or lies in another tier's directory", str(other)
                 )
                 break
-        earlier.append(place)
+        earlier.append(directory)
 
 
-def _is_taken(tier: TierSetting, how: str, which: str) -> str:
+def _directory_conflict(tier: TierSetting, relation: str, other: str) -> str:
     return (
-        f"{tier.text!r}: its directory {how} ({which}); give the tier a"
+        f"{tier.text!r}: its directory {relation} ({other}); give the tier a"
         f" directory of its own, such as {tier.kind}:/var/lib/kvd/tier"
     )
 
 
-def _spellings(directory: str) -> set[Path]:
-    """A directory as it is written, and as symbolic links lead to it."""
-    return {_normal(str(Path(directory).absolute())), Path(directory).resolve()}
+def _path_variants(directory: str) -> set[Path]:
+    """Return a directory's path as written, and with symbolic links resolved."""
+    return {_normalized(str(Path(directory).absolute())), Path(directory).resolve()}
 
 
-def _normal(path: str) -> Path:
+def _normalized(path: str) -> Path:
     return Path(os.path.normpath(path))
 
 

@@ -1,11 +1,11 @@
-"""Whether a machine suits kvd: facts in, findings out. Here is what a finding is."""
+"""Checks whether a machine suits kvd: facts in, findings out. This module defines findings."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad a finding is: a failure is a daemon that does not start, or not as asked for."""
+    """Severity of a finding. FAIL: a daemon does not start, or not as configured."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,7 +14,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, what was found with its figures, and what to do; empty for nothing."""
+    """The result of a check: its name, severity, text with values, and remedy; empty if none."""
 
     name: str
     level: Level
@@ -26,15 +26,15 @@ Verdict = tuple[Level, str, str]
 
 
 def ok(text: str) -> Verdict:
-    """All is well."""
+    """Return a verdict without a problem."""
     return Level.OK, text, ""
 
 
 def warn(text: str, remedy: str) -> Verdict:
-    """It works, less well than it could."""
+    """Return a verdict for what works, but not well."""
     return Level.WARN, text, remedy
 
 
 def fail(text: str, remedy: str) -> Verdict:
-    """A daemon does not start, or not with what was asked for."""
+    """Return a verdict for what keeps a daemon from starting as configured."""
     return Level.FAIL, text, remedy

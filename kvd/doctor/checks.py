@@ -1,4 +1,4 @@
-"""Facts in, findings out: the table of checks, in the order in which they are shown."""
+"""The checks: each gets the facts of the machine and yields verdicts."""
 
 import os
 import platform
@@ -28,18 +28,18 @@ from kvd.metrics.reading import rate
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.text import explain_denied, format_size
 
-OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
-FILES_PER_SESSION = 4  # connection, pidfd, and what a worker hands over
+OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is a long-term release
+FILES_PER_SESSION = 4  # connection, pidfd, and a worker's descriptors
 SPARE_FILES = 256
 
 
 Check = Callable[[Facts], Iterator[Verdict]]
 CHECKS: dict[str, Check] = {}
-"""Every check by the name of its findings, in the order of the functions below."""
+"""The checks by the name of their findings, in the order of output."""
 
 
 def check(name: str) -> Callable[[Check], Check]:
-    """The function judges what is shown under this name."""
+    """Register the function as the check of this name."""
     return lambda function: CHECKS.setdefault(name, function)
 
 
@@ -49,7 +49,7 @@ def machine(facts: Facts) -> Iterator[Verdict]:
     text = f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors"
     number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
     if number < OLDEST_KERNEL:
-        yield fail(text, "kvd needs Linux 5.4 or newer: watch processes by pidfd")
+        yield fail(text, "kvd needs Linux 5.4 or newer: it watches processes by pidfd")
     else:
         yield ok(text)
 
@@ -60,7 +60,7 @@ def processes(facts: Facts) -> Iterator[Verdict]:
     if facts.child_problem:
         yield fail(
             f"this user cannot start {sys.executable}: {facts.child_problem}",
-            "lanes and HTTP are processes of it: install kvd with a Python that its user may"
+            "lanes and HTTP run in processes of it: install kvd with a Python that its user may"
             " execute, such as PYTHON=/usr/bin/python3 deploy/systemd/install.sh",
         )
     else:
@@ -70,26 +70,30 @@ def processes(facts: Facts) -> Iterator[Verdict]:
 @check("memory")
 def memory(facts: Facts) -> Iterator[Verdict]:
     """The pool fits the machine."""
-    memory, pool, reserve = facts.memory, facts.settings.pool_bytes, facts.settings.reserve_bytes
-    size = "auto" if pool is None else format_size(pool)
+    memory, configured, reserve = (
+        facts.memory,
+        facts.settings.pool_bytes,
+        facts.settings.reserve_bytes,
+    )
+    size = "auto" if configured is None else format_size(configured)
     text = (
         f"{format_size(memory.available)} of {format_size(memory.total)} available, cpu_bytes is"
         f" {size}{_pinning(facts)}"
     )
-    limits, wanted = facts.limits, facts.wanted
+    limits, pool_bytes = facts.limits, facts.wanted
     if facts.runtime.holder is not None:
         yield ok(f"{text} and taken already")
-    elif limits is None:  # "pool directory" says so
+    elif limits is None:  # check "pool directory" reports it
         yield ok(text)
-    elif pool is None and (shortage := limits.reserve_shortage(reserve)):
+    elif configured is None and (shortage := limits.reserve_shortage(reserve)):
         yield warn(shortage.text, shortage.remedy)
-    elif shortage := limits.machine_shortage(wanted):
+    elif shortage := limits.machine_shortage(pool_bytes):
         yield fail(shortage.text, shortage.remedy)
-    elif limits.filesystem.writable and wanted - limits.existing_bytes + limits.pin_bytes(
-        wanted
+    elif limits.filesystem.writable and pool_bytes - limits.existing_bytes + limits.pin_bytes(
+        pool_bytes
     ) > max(0, memory.available - reserve):
         yield warn(
-            f"{text}: less than {format_size(reserve)} is left to other processes",
+            f"{text}: less than {format_size(reserve)} is left for other processes",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
@@ -101,7 +105,7 @@ def memory(facts: Facts) -> Iterator[Verdict]:
 
 
 def _pinning(facts: Facts) -> str:
-    """What pinning the pool costs the machine and each GPU; empty where no GPU is here."""
+    """Return the memory that pinning the pool takes, as text; empty without a GPU."""
     if not facts.pinned:
         return ""
     pool = facts.settings.pool_bytes
@@ -120,7 +124,7 @@ def swap(facts: Facts) -> Iterator[Verdict]:
     if facts.swap_used:
         yield warn(
             f"{format_size(facts.swap_used)} are in swap",
-            "the pool is memory that may be swapped out until a GPU pins it: switch swap off",
+            "the pool can be swapped out until a GPU pins it: switch swap off",
         )
 
 
@@ -141,9 +145,9 @@ def control_group(facts: Facts) -> Iterator[Verdict]:
 
 @check("pool directory")
 def pool_dir(facts: Facts) -> Iterator[Verdict]:
-    """The pool's filesystem is memory, large enough, and ours to write."""
-    place, limits = facts.pool, facts.limits
-    name = f"pool_dir = {place.path}"
+    """The pool's filesystem is in memory, large enough and writable."""
+    directory, limits = facts.pool, facts.limits
+    name = f"pool_dir = {directory.path}"
     if limits is None:
         yield fail(f"{name}: no such directory", "use a tmpfs such as /dev/shm")
         return
@@ -154,9 +158,9 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
     )
     if shortage := limits.medium_problem():
         yield fail(shortage.text, shortage.remedy)
-    elif not place.writable:
+    elif not directory.writable:
         yield fail(f"{text}: not writable for this user", "run kvd as its own user")
-    elif problem := mode_problem(place.path, place.mode):
+    elif problem := mode_problem(directory.path, directory.mode):
         yield fail(name, problem)
     elif filesystem.writable and (shortage := limits.filesystem_shortage(facts.wanted)):
         yield fail(shortage.text, shortage.remedy)
@@ -166,7 +170,7 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
 
 @check("huge pages")
 def huge_pages(facts: Facts) -> Iterator[Verdict]:
-    """Huge pages where the pool is to lie in them; otherwise only whether they are used."""
+    """Huge pages: enough for a pool in them; otherwise only their number."""
     pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
     total = facts.huge_pages.get("HugePages_Total", 0)
     limits = facts.limits
@@ -175,8 +179,8 @@ def huge_pages(facts: Facts) -> Iterator[Verdict]:
         yield ok(f"{text}; " + ("the pool does not lie in them" if total else "none are set aside"))
         return
     filesystem = limits.filesystem
-    need = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
-    if shortage := limits.filesystem_shortage(need):
+    required = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
+    if shortage := limits.filesystem_shortage(required):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
@@ -187,36 +191,38 @@ def huge_pages(facts: Facts) -> Iterator[Verdict]:
 
 @check("open files")
 def open_files(facts: Facts) -> Iterator[Verdict]:
-    """Descriptors for every session."""
-    need = facts.settings.max_sessions * FILES_PER_SESSION + SPARE_FILES
-    if facts.open_files is None or facts.open_files >= need:
-        most = "any number of" if facts.open_files is None else f"{facts.open_files}"
-        yield ok(f"{facts.subject} may open {most} files")
+    """The limit of open files suffices for all sessions."""
+    required = facts.settings.max_sessions * FILES_PER_SESSION + SPARE_FILES
+    if facts.open_files is None or facts.open_files >= required:
+        limit = "any number of" if facts.open_files is None else f"{facts.open_files}"
+        yield ok(f"{facts.subject} may open {limit} files")
     else:
         yield warn(
             f"{facts.subject} may open {facts.open_files} files;"
-            f" max_sessions = {facts.settings.max_sessions} may need {need}",
-            f"LimitNOFILE={need} in the unit, --ulimit nofile={need} in Docker, or a smaller"
-            " max_sessions",
+            f" max_sessions = {facts.settings.max_sessions} may need {required}",
+            f"LimitNOFILE={required} in the unit, --ulimit nofile={required} in Docker, or a"
+            " smaller max_sessions",
         )
 
 
 @check("NUMA")
 def numa(facts: Facts) -> Iterator[Verdict]:
-    """NUMA nodes, at which GPUs sit, and whose memory may be too little for the pool."""
-    nodes, near = facts.nodes, facts.gpu_nodes
+    """NUMA nodes: which have GPUs, and whether the pool fits the memory of each."""
+    nodes, gpu_nodes = facts.nodes, facts.gpu_nodes
     if len(nodes) < 2:
         yield ok("one node")
         return
     text = ", ".join(f"{name} {format_size(size)}" for name, size in nodes.items())
-    gpus_at = Counter(near)
+    gpus_at = Counter(gpu_nodes)
     if len(gpus_at) == 1:
-        text += f"; the GPUs sit at {near[0]}, where the pool is put"
-    elif near:
+        text += f"; the GPUs sit at {gpu_nodes[0]}, where the pool is put"
+    elif gpu_nodes:
         text += f"; GPUs sit at {' and '.join(sorted(gpus_at))}, each with its part of the pool"
     pool = facts.settings.pool_bytes or 0
-    # As many equal parts as GPUs, each at its GPU's node.
-    shares = {name: count / len(near) for name, count in gpus_at.items()} or dict.fromkeys(nodes, 1)
+    # The pool is cut into one equal range for each GPU, on its node.
+    shares = {name: count / len(gpu_nodes) for name, count in gpus_at.items()} or dict.fromkeys(
+        nodes, 1
+    )
     if any(pool * share > nodes.get(name, 0) for name, share in shares.items()):
         yield warn(
             f"{text}; the pool of {format_size(pool)} spans nodes",
@@ -229,19 +235,19 @@ def numa(facts: Facts) -> Iterator[Verdict]:
 
 @check("GPU")
 def gpus(facts: Facts) -> Iterator[Verdict]:
-    """GPUs, their driver, and how memory can be shared with kvd."""
-    found = facts.gpus
-    if 0 < found.cuda < cuda.OLDEST_VERSION:
+    """GPUs and their driver: whether kvd can serve them, and how memory is shared."""
+    driver = facts.gpus
+    if 0 < driver.cuda < cuda.OLDEST_VERSION:
         yield fail(
-            f"the driver is for CUDA {cuda.version_text(found.cuda)}, kernel module"
-            f" {found.kernel or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
+            f"the driver is for CUDA {cuda.version_text(driver.cuda)}, kernel module"
+            f" {driver.kernel or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
             "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
         )
-    elif not found.devices:
-        if found.nodes or found.kernel or found.problem:
+    elif not driver.devices:
+        if driver.nodes or driver.kernel or driver.problem:
             yield fail(
-                f"an NVIDIA driver (kernel module {found.kernel or 'not seen'}) is here, but"
-                f" {found.problem or found.missing or 'it shows no device'}",
+                f"an NVIDIA driver (kernel module {driver.kernel or 'not seen'}) is here, but"
+                f" {driver.problem or driver.missing or 'it shows no device'}",
                 "in a container: NVIDIA_VISIBLE_DEVICES=all and"
                 " NVIDIA_DRIVER_CAPABILITIES=compute,utility; under systemd:"
                 " PrivateDevices=no and DeviceAllow for /dev/nvidia*; pip install"
@@ -250,9 +256,9 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
         else:
             yield ok("none; engines on the CPU are served")
         return
-    for gpu in found.devices:
-        ways = [("IPC handles", gpu.ipc), ("file descriptors", gpu.descriptors)]
-        can = " and ".join(name for name, possible in ways if possible)
+    for gpu in driver.devices:
+        methods = [("IPC handles", gpu.ipc), ("file descriptors", gpu.descriptors)]
+        methods_text = " and ".join(name for name, possible in methods if possible)
         text = f"{gpu.name} {gpu.uuid[:8]} at {gpu.bus}"
         if gpu.refusal:
             yield fail(
@@ -261,10 +267,10 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
                 " processes on the GPU",
             )
         elif gpu.ipc:
-            yield ok(f"{text} shares memory by {can}")
+            yield ok(f"{text} shares memory by {methods_text}")
         elif gpu.descriptors:
             yield warn(
-                f"{text} shares memory by {can} only",
+                f"{text} shares memory by {methods_text} only",
                 "engines need memory that has descriptors: start vLLM with"
                 " --enable-cumem-allocator",
             )
@@ -278,72 +284,72 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
 @check("GPU driver")
 def gpu_driver(facts: Facts) -> Iterator[Verdict]:
     """Whether the driver copies many fragments in one call."""
-    found = facts.gpus
-    version = f"CUDA {cuda.version_text(found.cuda)}"
-    if found.devices and found.cuda < cuda.BATCHED_COPY_VERSION:
+    driver = facts.gpus
+    version = f"CUDA {cuda.version_text(driver.cuda)}"
+    if driver.devices and driver.cuda < cuda.BATCHED_COPY_VERSION:
         yield warn(
-            f"{version}, kernel module {found.kernel or 'unknown'}",
+            f"{version}, kernel module {driver.kernel or 'unknown'}",
             f"drivers from CUDA {cuda.version_text(cuda.BATCHED_COPY_VERSION)} on copy many"
             " fragments in one call; this one works, slower",
         )
-    elif found.devices:
-        yield ok(f"{version}, kernel module {found.kernel or 'unknown'}")
+    elif driver.devices:
+        yield ok(f"{version}, kernel module {driver.kernel or 'unknown'}")
 
 
 @check("runtime directory")
 def runtime_dir(facts: Facts) -> Iterator[Verdict]:
-    """The runtime directory: ours, closed to others, short enough for a socket's path."""
-    here = facts.runtime
-    name = f"runtime_dir = {here.path}"
-    length = len(os.fsencode(here.path.absolute()))
-    mode = here.status.st_mode if here.status else 0
+    """The runtime directory: writable, closed to others, short enough for a socket's path."""
+    runtime = facts.runtime
+    name = f"runtime_dir = {runtime.path}"
+    length = len(os.fsencode(runtime.path.absolute()))
+    mode = runtime.status.st_mode if runtime.status else 0
     if length > MAX_DIRECTORY_BYTES:
         yield fail(
-            f"{name}: {length} bytes, a socket's path leaves room for {MAX_DIRECTORY_BYTES}",
+            f"{name}: {length} bytes, a socket's path leaves {MAX_DIRECTORY_BYTES} for it",
             "use a shorter one, such as /run/kvd",
         )
-    elif here.status and not stat.S_ISDIR(mode):
+    elif runtime.status and not stat.S_ISDIR(mode):
         yield fail(f"{name}: this is no directory", "choose another path")
-    elif not here.writable and not here.holder:
+    elif not runtime.writable and not runtime.holder:
         yield fail(
             f"{name}: this user may not write there",
             "RuntimeDirectory=kvd in the unit, or --runtime-dir with a directory of your own",
         )
-    elif not here.status:
+    elif not runtime.status:
         yield ok(f"{name}: will be made")
-    elif problem := mode_problem(here.path, mode):
+    elif problem := mode_problem(runtime.path, mode):
         yield fail(name, problem)
     elif mode & stat.S_IRWXO:
         yield warn(
-            f"{name}: mode {stat.S_IMODE(mode):04o}, every user of this machine may come in",
-            f"chmod 0750 {here.path}, and put the engines' users into group {here.group_name}"
-            if here.status.st_gid  # root's group is none to put them into
+            f"{name}: mode {stat.S_IMODE(mode):04o}, every user of this machine may connect",
+            f"chmod 0750 {runtime.path}, and put the engines' users into group {runtime.group_name}"
+            if runtime.status.st_gid  # users must not be put into root's group
             else "give it a group of its own and put the engines' users into that, such as:"
-            f" groupadd --system kvd; chgrp kvd {here.path}; chmod 0750 {here.path}; usermod -aG"
-            " kvd USER",
+            f" groupadd --system kvd; chgrp kvd {runtime.path}; chmod 0750 {runtime.path}; usermod"
+            " -aG kvd USER",
         )
     else:
-        owner = f"uid {here.status.st_uid} gid {here.status.st_gid}"
+        owner = f"uid {runtime.status.st_uid} gid {runtime.status.st_gid}"
         yield ok(f"{name}: mode {stat.S_IMODE(mode):04o}, {owner}")
 
 
 @check("tier")
 def tiers(facts: Facts) -> Iterator[Verdict]:
-    """Each tier: its disk or its store is there, is what it seems, and has room."""
+    """Each tier: its disk or store is reachable, suitable and large enough."""
     for tier in facts.tiers:
-        yield from said_of_tier(tier)
+        yield from tier_verdicts(tier)
 
 
-def said_of_tier(tier: TierFacts) -> Iterator[Verdict]:
-    """Its disk or its store is there, is what it seems, and has room."""
+def tier_verdicts(tier: TierFacts) -> Iterator[Verdict]:
+    """Yield the verdicts of a tier: its disk or store is reachable, suitable, large enough."""
     name = tier.setting.text
     if tier.problem:
-        told = tier.problem if name in tier.problem else f"{name}: {tier.problem}"
-        yield fail(told, "until then the daemon serves from memory alone")
+        text = tier.problem if name in tier.problem else f"{name}: {tier.problem}"
+        yield fail(text, "until then the daemon serves from memory alone")
     elif tier.hung:
-        where = f" ({_place_of(tier.disk)})" if tier.disk and tier.disk.mounted_at else ""
+        location = f" ({_location_text(tier.disk)})" if tier.disk and tier.disk.mounted_at else ""
         yield fail(
-            f"{name}: it hangs: no answer within {PATIENCE_SECONDS:g} s of {tier.hung}{where}",
+            f"{name}: no answer within {PATIENCE_SECONDS:g} s: it hangs at {tier.hung}{location}",
             "look at dmesg, and at the mount's server if it has one; a tier that hangs is set"
             " aside, and costs misses",
         )
@@ -352,20 +358,22 @@ def said_of_tier(tier: TierFacts) -> Iterator[Verdict]:
     elif tier.store:
         yield from _store_tier(name, tier.store)
     else:
-        yield ok(f"{name}: its options are right; there is nothing to look at")
+        yield ok(f"{name}: its options are valid; kvd doctor has no check of its medium")
 
 
-def _place_of(disk: DiskFacts) -> str:
+def _location_text(disk: DiskFacts) -> str:
     named = f"{disk.device}, " if disk.device and not disk.source.endswith(disk.device) else ""
     return f"{disk.filesystem} at {disk.mounted_at} of {disk.source} ({named}{disk.medium})"
 
 
 def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Verdict]:
-    text = f"{name}: {_place_of(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
+    text = (
+        f"{name}: {_location_text(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
+    )
     if not disk.writable:
-        missing = "" if disk.exists else ", and it is not there yet"
+        suffix = "" if disk.exists else ", and it is not there yet"
         yield fail(
-            f"{text}; this user may not write there{missing}",
+            f"{text}; this user may not write there{suffix}",
             f"mkdir -p {setting.target}, owned by the daemon's user, mode 0700; under systemd"
             f" ReadWritePaths={setting.target} too, in a container a volume",
         )
@@ -385,11 +393,11 @@ def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Ver
 
 def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str, str]]:
     if disk.medium == "memory":
-        what = "this is memory: it takes what the pool could have, and does not outlive a reboot"
-        yield what, "a directory on a disk, or a larger cpu_bytes in its place"
+        problem = "this is memory: it takes what the pool could have, and does not outlive a reboot"
+        yield problem, "a directory on a disk, or a larger cpu_bytes in its place"
     elif disk.medium in {"network", "rotating"}:
-        over = "a file system over a network" if disk.medium == "network" else "a rotating disk"
-        yield over, "a local NVMe: loading from here is hardly faster than computing"
+        problem = "a file system over a network" if disk.medium == "network" else "a rotating disk"
+        yield problem, "a local NVMe: loading from here is hardly faster than computing"
     elif disk.mounted_at == "/":
         remedy = (
             "if a disk was to be mounted there, it is not (findmnt); else a floor of free space"
@@ -421,24 +429,27 @@ def _store_tier(name: str, store: StoreFacts) -> Iterator[Verdict]:
 @check("daemon")
 def daemon(facts: Facts) -> Iterator[Verdict]:
     """The daemon that serves the directory, and others on this machine."""
-    here = facts.runtime
-    if here.report is not None:
-        text = f"{here.report['version']}, pid {here.report['pid']}"
-        yield ok(f"{text}, {'ready' if here.report['ready'] else 'not ready'}")
-        for condition in here.report["conditions"]:
+    runtime = facts.runtime
+    if runtime.report is not None:
+        text = f"{runtime.report['version']}, pid {runtime.report['pid']}"
+        yield ok(f"{text}, {'ready' if runtime.report['ready'] else 'not ready'}")
+        for condition in runtime.report["conditions"]:
             yield warn(condition["text"], condition["remedy"])
-        for namespace in here.report["namespaces"]:
+        for namespace in runtime.report["namespaces"]:
             if namespace["advice"]:
                 yield ok(f"{namespace['model']}: {namespace['advice']}")
-    elif here.denied:
-        yield warn(f"pid {here.holder} serves {here.path}, but cannot be asked", here.denied)
-    elif here.holder is not None:
+    elif runtime.denied:
+        yield warn(
+            f"pid {runtime.holder} serves {runtime.path}, but this user may not connect",
+            runtime.denied,
+        )
+    elif runtime.holder is not None:
         yield fail(
-            f"pid {here.holder} holds {here.path} and does not answer: {here.silence}",
-            "look at its log; a hung one ends by: systemctl restart kvd",
+            f"pid {runtime.holder} holds {runtime.path} and does not answer: {runtime.failure}",
+            "look at its log; if it hangs: systemctl restart kvd",
         )
     else:
-        yield ok(f"none serves {here.path}")
+        yield ok(f"none serves {runtime.path}")
 
 
 @check("other daemon")
@@ -453,29 +464,29 @@ def other_daemons(facts: Facts) -> Iterator[Verdict]:
 
 @check("HTTP")
 def http(facts: Facts) -> Iterator[Verdict]:
-    """The address of the health endpoint can be had."""
+    """The address of the health endpoint can be bound."""
     listen = facts.settings.http_listen
     if facts.port_problem:
-        yield fail(facts.port_problem, "kvd serve does not start before that is settled")
+        yield fail(facts.port_problem, "kvd serve does not start until this is fixed")
     else:
         yield ok(f"http_listen = {listen}")
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings; a check that fails is one, too."""
-    found: list[Finding] = []
-    for name, judge in CHECKS.items():
+    """Run all checks; a check that raises becomes a finding too."""
+    findings: list[Finding] = []
+    for name, function in CHECKS.items():
         try:
-            for said in judge(facts):
-                found.append(Finding(name, *said))  # noqa: PERF401  # also what came before an error
+            for verdict in function(facts):
+                findings.append(Finding(name, *verdict))  # noqa: PERF401  # verdicts before an error count
             continue
         except (OSError, psutil.Error) as error:
             path = getattr(error, "filename", None)
             denied = explain_denied(Path(path)) if isinstance(path, str) else None
-            text = f"this cannot be looked at: {error}"
-            said = warn(text, denied or "run kvd doctor as the daemon's user, or as root")
-        except Exception as error:  # noqa: BLE001  # the other checks are worth having
+            text = f"this cannot be examined: {error}"
+            verdict = warn(text, denied or "run kvd doctor as the daemon's user, or as root")
+        except Exception as error:  # noqa: BLE001  # the other checks still run
             text = f"this check failed: {type(error).__name__}: {error}"
-            said = warn(text, "a bug in kvd: report it; the other lines hold")
-        found.append(Finding(name, *said))
-    return found
+            verdict = warn(text, "a bug in kvd: report it; the other lines hold")
+        findings.append(Finding(name, *verdict))
+    return findings

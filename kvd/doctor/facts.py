@@ -1,7 +1,7 @@
-"""What is so on this machine. Looks and judges nothing; `checks.py` judges.
+"""Facts about this machine, without judgement; `checks.py` judges.
 
-Limits and the control group are those of the running daemon where there is one, since a
-service has others than a login; otherwise this process's own.
+Limits and the control group are those of the running daemon, if there is one, since a service's
+differ from a login's; otherwise those of this process.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ _ANSWER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PoolDirectory:
-    """Where the pool is to lie.
+    """The configured directory of the pool.
 
-    filesystem: that it is on; None where it is no directory.
+    filesystem: None if the path is no directory.
     """
 
     path: Path
@@ -51,13 +51,14 @@ class PoolDirectory:
 
 @dataclass(frozen=True)
 class RuntimeFacts:
-    """The runtime directory, and who serves it.
+    """The runtime directory and its daemon.
 
-    status: what stat(2) says of it; None where it is not there.
-    writable: this user may write there, or make it.
-    holder: pid of the process that holds the lock, if one does.
-    report: what the daemon answered to STATUS; None where it did not, and then `silence` says why.
-    denied: why this user may not ask the daemon, with the remedy; empty where it may.
+    status: of the directory; None if it does not exist.
+    writable: this user may write to the directory or create it.
+    holder: pid of the process that holds the lock; None if none does.
+    report: the daemon's status report; None without an answer.
+    failure: why there is no answer; empty if there is one.
+    denied: why this user may not connect, with the remedy; empty if it may.
     """
 
     path: Path
@@ -66,15 +67,15 @@ class RuntimeFacts:
     writable: bool
     holder: int | None = None
     report: dict[str, Any] | None = None
-    silence: str = ""
+    failure: str = ""
     denied: str = ""
 
 
 class Facts:
-    """This machine, for a daemon with these settings: each fact is looked up when asked for, once.
+    """Facts about this machine for a daemon with these settings, each read once on first use.
 
-    Sizes are in bytes, limits None where there is none. What cannot be looked at raises OSError
-    or psutil.Error, in the check that needs it.
+    Sizes are in bytes; a limit is None if there is none. A fact that cannot be read raises OSError
+    or psutil.Error in the check that needs it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -82,7 +83,7 @@ class Facts:
 
     @cached_property
     def kernel(self) -> str:
-        """Its release."""
+        """Release of the kernel."""
         return platform.release()
 
     @cached_property
@@ -92,7 +93,7 @@ class Facts:
 
     @cached_property
     def child_problem(self) -> str:
-        """Why this installation cannot start processes of its own; empty where it can."""
+        """Why this Python cannot start processes; empty if it can."""
         try:
             _, problem, hung = run_python("-c", "")
         except OSError as error:
@@ -104,7 +105,7 @@ class Facts:
         """The runtime directory."""
         path = Path(self.settings.runtime_dir)
         holder = _lock_holder(path)
-        report, silence, denied = None, "", ""
+        report, failure, denied = None, "", ""
         if holder is not None:
             try:
                 with ToolConnection(path, timeout=_ANSWER_SECONDS) as control:
@@ -112,7 +113,7 @@ class Facts:
             except SocketAccessDenied as error:
                 denied = str(error)
             except NotRunning as error:
-                silence = str(error)
+                failure = str(error)
         status = _status(path)
         parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         return RuntimeFacts(
@@ -122,32 +123,32 @@ class Facts:
             writable=os.access(parent, os.W_OK | os.X_OK),
             holder=holder,
             report=report,
-            silence=silence,
+            failure=failure,
             denied=denied,
         )
 
     @cached_property
     def daemon(self) -> int | None:
-        """Pid of the daemon whose limits count; None for this process's own."""
+        """Pid of the daemon whose limits are used; None: those of this process."""
         with contextlib.suppress(OSError):
             return self.runtime.holder
         return None
 
     @property
     def wanted(self) -> int:
-        """Bytes of the pool that a start makes; 0 where a daemon has it, or its size is auto."""
+        """Bytes of the pool that a start would create; 0 if a daemon runs or the size is auto."""
         return 0 if self.runtime.holder is not None else self.settings.pool_bytes or 0
 
     @cached_property
     def subject(self) -> str:
-        """Whose limits they are, for people."""
+        """The owner of the limits, as text."""
         if self.daemon is None:
             return "a process started from here"
         return f"the daemon, pid {self.daemon}"
 
     @cached_property
     def open_files(self) -> int | None:
-        """Most files that may be open."""
+        """Limit of open files."""
         try:  # the hard limit: the daemon raises its soft one itself
             _, limit = resource.prlimit(self.daemon or 0, resource.RLIMIT_NOFILE)
         except (PermissionError, ProcessLookupError):
@@ -161,7 +162,7 @@ class Facts:
 
     @cached_property
     def swap_used(self) -> int:
-        """What lies in swap."""
+        """Bytes in swap."""
         return int(psutil.swap_memory().used)
 
     @cached_property
@@ -180,7 +181,7 @@ class Facts:
 
     @cached_property
     def held(self) -> int:
-        """Bytes of the pool that a stopped daemon has left, which the next one uses again."""
+        """Bytes of the pool that a stopped daemon has left; the next one reuses them."""
         if self.runtime.holder is not None:
             return 0
         area = pool_directory_name(Path(self.settings.runtime_dir).absolute())
@@ -188,7 +189,7 @@ class Facts:
 
     @property
     def limits(self) -> PoolLimits | None:
-        """What limits the pool that a start makes; None where its directory is not there."""
+        """Limits on the pool that a start would create; None if its directory does not exist."""
         filesystem = self.pool.filesystem
         if filesystem is None:
             return None
@@ -196,19 +197,19 @@ class Facts:
 
     @cached_property
     def pinned(self) -> bool:
-        """Whether GPUs are here: their lanes pin the pool."""
+        """Whether lanes would pin the pool: GPUs are visible."""
         return has_gpus()
 
     @cached_property
     def huge_pages(self) -> dict[str, int]:
-        """Fields of /proc/meminfo that begin with Huge: pages counted, sizes in bytes."""
-        found = {}
+        """Fields of /proc/meminfo that start with Huge: numbers of pages, or sizes in bytes."""
+        fields = {}
         for line in _read(Path("/proc/meminfo")).splitlines():
             name, _, rest = line.partition(":")
             if name.startswith("Huge") and rest.split():
                 number, *unit = rest.split()
-                found[name] = int(number) * (1024 if unit == ["kB"] else 1)
-        return found
+                fields[name] = int(number) * (1024 if unit == ["kB"] else 1)
+        return fields
 
     @cached_property
     def nodes(self) -> dict[str, int]:
@@ -223,7 +224,7 @@ class Facts:
 
     @cached_property
     def gpu_nodes(self) -> tuple[str, ...]:
-        """The node of each GPU, in order of bus ids, as far as the daemon may run there."""
+        """The node of each GPU, in order of bus ids, if the daemon may run there."""
         try:
             allowed = os.sched_getaffinity(self.daemon or 0)
         except OSError:
@@ -237,31 +238,31 @@ class Facts:
 
     @cached_property
     def others(self) -> dict[int, str]:
-        """Pid and command line of daemons that serve other directories."""
-        found = {}
+        """Command lines of daemons that serve other directories, by pid."""
+        commands = {}
         for process in psutil.process_iter():
             try:
                 words = process.cmdline()
             except psutil.Error:
                 continue
-            at = next((i for i, word in enumerate(words[:4]) if Path(word).name == "kvd"), None)
-            serves = at is not None and words[at + 1 : at + 2] == ["serve"]
+            index = next((i for i, word in enumerate(words[:4]) if Path(word).name == "kvd"), None)
+            serves = index is not None and words[index + 1 : index + 2] == ["serve"]
             if serves and process.pid not in (self.daemon, os.getpid()):
-                found[process.pid] = " ".join(words[at:])[:200]
-        return found
+                commands[process.pid] = " ".join(words[index:])[:200]
+        return commands
 
     @cached_property
     def tiers(self) -> list[TierFacts]:
-        """What lies below the pool."""
+        """The configured tiers."""
         return [probe_tier(text) for text in self.settings.tier]
 
     @cached_property
     def port_problem(self) -> str:
-        """Why `http_listen` cannot be bound; empty where it can, or is not asked for."""
+        """Why `http_listen` cannot be bound; empty if it can, is off, or a daemon runs."""
         try:
-            wanted = parse_listen(self.settings.http_listen)
-            if wanted is not None and self.daemon is None:
-                bind_tcp(wanted).close()
+            address = parse_listen(self.settings.http_listen)
+            if address is not None and self.daemon is None:
+                bind_tcp(address).close()
         except ConfigError as error:
             return str(error)
         return ""
@@ -275,7 +276,7 @@ def _read(path: Path) -> str:
 
 
 def _group_name(gid: int) -> str:
-    """The name, or the number of a group that has none here."""
+    """Return the group's name, or its number if it has no name here."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -290,12 +291,12 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _lock_holder(path: Path) -> int | None:
-    """The pid of whoever holds the directory's lock, as the kernel says; no lock is taken."""
-    known = _status(path)
-    if known is None:
+    """Return the pid that holds the directory's lock, from /proc/locks, without locking."""
+    status = _status(path)
+    if status is None:
         return None
     for line in _read(Path("/proc/locks")).splitlines():
         words = line.split()
-        if "FLOCK" in words and words[-3].rpartition(":")[2] == str(known.st_ino):
+        if "FLOCK" in words and words[-3].rpartition(":")[2] == str(status.st_ino):
             return int(words[-4])
     return None

@@ -1,7 +1,8 @@
-"""What lies below the pool, looked at by a process of its own: a disk that hangs hangs who asks.
+"""Probes of tiers and GPUs in child processes, since a broken disk or driver can hang for ever.
 
-That process tells what it finds as it goes, a line each, so that what it stood at is known when
-its time is up. It is killed then and not waited for: what hangs in the kernel may not die.
+A child prints each result as it becomes known, one JSON object a line, so that the step at which it
+hangs is known. At the timeout it is killed and not waited for: a process that hangs in the kernel
+may not exit.
 """
 
 import contextlib
@@ -31,33 +32,35 @@ from kvd.machine.memory import Shortage
 from kvd.tier.contract import backend_options, check_tiers
 
 PATIENCE_SECONDS = 8.0
-CHILD_SECONDS = 20.0  # for a process that looks at no tier
+CHILD_SECONDS = 20.0  # for other probes than tiers
 PROBE_SECONDS = 0.1  # to write, and as long to read
 PROBE_BYTES = 256 * 2**20
 BLOCK_BYTES = 2**20
 PROBE_THREADS = 4
 CONNECT_SECONDS = 2.0
-MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
-NETWORK = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "beegfs"))
-_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+MEMORY_FILESYSTEMS = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
+NETWORK_FILESYSTEMS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "beegfs")
+)
+_MOONCAKE_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 
 ProbeFields = dict[str, Any]
 
-left_behind: list[subprocess.Popen[bytes]] = []
-"""Processes that were killed, and have ended or hang in the kernel."""
+abandoned: list[subprocess.Popen[bytes]] = []
+"""Processes that were killed at their timeout; some may still hang in the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """Where a directory lies, and how fast that is.
+    """The disk under a directory, and its speed.
 
-    exists: the directory is there; else the rest is of the nearest one above it that is.
-    filesystem, mounted_at, source: of its mount. device: the disk's name; empty where it has none.
+    exists: the directory exists; if not, the other fields describe its nearest existing parent.
+    filesystem, mounted_at, source: of its mount. device: the disk's name; empty if unknown.
     medium: `NVMe`, `SSD`, `rotating`, `virtual disk`, `memory`, `network`, or `unknown`.
-    held: bytes that the directory's files take. free, size: of the file system.
-    direct: it takes I/O past the page cache. written, read: bytes a second, None if not measured.
+    held: bytes that the directory's files take. free, size: of the file system, in bytes.
+    direct: O_DIRECT works. written, read: bytes per second; None if not measured.
     """
 
     exists: bool = False
@@ -77,7 +80,7 @@ class DiskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts:
-    """A shared store. package: its version; missing: why it cannot be used; refused: the master."""
+    """A shared store. package: its version. missing, refused: why package, master do not work."""
 
     package: str = ""
     missing: str = ""
@@ -89,8 +92,8 @@ class StoreFacts:
 class TierFacts:
     """One configured tier.
 
-    problem: why it cannot be, or could not be looked at.
-    hung: what was being done when the time was up; empty where it was not.
+    problem: why the setting is invalid, or the probe failed.
+    hung: the step that had not ended at the timeout; empty if the probe ended.
     """
 
     setting: TierSetting
@@ -102,10 +105,10 @@ class TierFacts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device.
+    """One GPU.
 
-    ipc, descriptors: memory can be shared by handle, and as a descriptor.
-    refusal: why no lane can use it; empty where one can.
+    ipc, descriptors: memory can be shared by IPC handle, by file descriptor.
+    refusal: why no lane can use the GPU; empty if one can.
     """
 
     uuid: str
@@ -118,12 +121,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All of them.
+    """The GPUs and their driver.
 
-    nodes: device files of the NVIDIA driver that are here. kernel: version of its kernel module.
-    cuda: version of the CUDA driver, 1000 * major + 10 * minor, 0 where unknown.
-    missing: what is not there, which is as it should be on a machine without GPUs.
-    problem: how the driver fails.
+    nodes: device files of the NVIDIA driver. kernel: version of its kernel module.
+    cuda: version of the CUDA driver, 1000 * major + 10 * minor; 0 if unknown.
+    missing: why there is no driver or device; no problem on a machine without GPUs.
+    problem: why the driver fails.
     """
 
     nodes: tuple[str, ...] = ()
@@ -135,7 +138,7 @@ class Gpus:
 
 
 def probe_tier(text: str) -> TierFacts:
-    """Look at a tier, in bounded time.
+    """Probe a tier, in bounded time.
 
     Raises:
         ConfigError: the text is no tier.
@@ -146,50 +149,50 @@ def probe_tier(text: str) -> TierFacts:
         check_tiers([setting])
     except ConfigError as error:
         return TierFacts(setting=setting, problem=str(error))
-    said, problem, hung = run_python(
+    output, problem, hung = run_python(
         "-m", "kvd.doctor.probes", "tier", text, seconds=PATIENCE_SECONDS
     )
-    found: ProbeFields = {}
-    for line in said.decode(errors="replace").splitlines():
-        if line.startswith("{"):  # what a library prints is not ours
-            found |= json.loads(line)
-    doing = found.pop("doing", "starting")
-    disk = msgspec.convert(found, DiskFacts) if setting.kind == "disk" else None
-    store = msgspec.convert(found, StoreFacts) if setting.kind == "mooncake" else None
+    fields: ProbeFields = {}
+    for line in output.decode(errors="replace").splitlines():
+        if line.startswith("{"):  # libraries may print other lines
+            fields |= json.loads(line)
+    step = fields.pop("doing", "starting")
+    disk = msgspec.convert(fields, DiskFacts) if setting.kind == "disk" else None
+    store = msgspec.convert(fields, StoreFacts) if setting.kind == "mooncake" else None
     return TierFacts(
-        setting=setting, problem=problem, hung=doing if hung else "", disk=disk, store=store
+        setting=setting, problem=problem, hung=step if hung else "", disk=disk, store=store
     )
 
 
 def probe_gpus() -> Gpus:
-    """What is here; it never hangs."""
+    """Probe the GPUs, in bounded time."""
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
     try:
         kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
         kernel = ""
-    said, problem, hung = run_python("-m", "kvd.doctor.probes", "gpus")
+    output, problem, hung = run_python("-m", "kvd.doctor.probes", "gpus")
     if hung:
         problem = f"no answer within {CHILD_SECONDS:g} s"
     if problem:
         return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
-    return replace(msgspec.json.decode(said, type=Gpus), nodes=nodes, kernel=kernel)
+    return replace(msgspec.json.decode(output, type=Gpus), nodes=nodes, kernel=kernel)
 
 
 def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
-    """Return why a disk tier's size cannot be reached, as its own process says at its start."""
-    from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few have one
+    """Return why a disk tier cannot reach its size, as its process would report it."""
+    from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few daemons have one
 
     return DiskOptions.parse(backend_options(setting)).shortage(disk.size, disk.free, disk.held)
 
 
 def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:
-    """What another process of this Python has printed, why it failed, and whether it hung.
+    """Run a Python process; return its output, why it failed, and whether it hung.
 
-    It is killed when its time is up, and not waited for.
+    At the timeout the process is killed and not waited for.
 
     Raises:
-        OSError: none can be started.
+        OSError: no process can be started.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -198,16 +201,20 @@ def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, 
         stderr=subprocess.PIPE,
     )
     try:
-        said, complained = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as late:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as timeout:
         process.kill()
-        left_behind.append(process)
-        for end in (process.stdout, process.stderr):
-            if end is not None:
-                end.close()
-        return late.stdout or b"", "", True
-    last = complained.decode(errors="replace").strip().rpartition("\n")[2]
-    return said, (last or f"exit status {process.returncode}") if process.returncode else "", False
+        abandoned.append(process)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return timeout.stdout or b"", "", True
+    last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return (
+        output,
+        (last_line or f"exit status {process.returncode}") if process.returncode else "",
+        False,
+    )
 
 
 # ---------------------------------------------------- in the process of its own
@@ -223,75 +230,82 @@ def main() -> None:
 
 def print_tier(setting: TierSetting) -> None:
     """Print what is known of a tier as it becomes known, one JSON object a line."""
-    looks = {"disk": look_at_disk, "mooncake": look_at_store}
-    for found in looks.get(setting.kind, lambda _: iter(()))(setting):
-        sys.stdout.write(json.dumps(found) + "\n")
+    probes = {"disk": probe_disk, "mooncake": probe_store}
+    for fields in probes.get(setting.kind, lambda _: iter(()))(setting):
+        sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
 
 def print_gpus() -> None:
     """Print what the CUDA driver says as JSON."""
-    version, found, missing, problem = 0, [], "", ""
+    version, gpus, missing, problem = 0, [], "", ""
     try:
         cuda.start()
         version = cuda.version()
         for device, uuid in cuda.devices():
             name, bus = cuda.device_name(device), cuda.pci_bus_id(device)
             shared = cuda.can_share(device)
-            found.append(Gpu(uuid.hex(), name, bus, *shared, cuda.compute_mode_problem(device)))
+            gpus.append(Gpu(uuid.hex(), name, bus, *shared, cuda.compute_mode_problem(device)))
     except CudaMissing as error:
         missing = str(error)
         with contextlib.suppress(LaneError):
-            version = cuda.version()  # of one that is too old
+            version = cuda.version()  # it may be too old
     except LaneError as error:
         problem = str(error)
-    said = Gpus(cuda=version, devices=tuple(found), missing=missing, problem=problem)
-    sys.stdout.buffer.write(msgspec.json.encode(said))
+    result = Gpus(cuda=version, devices=tuple(gpus), missing=missing, problem=problem)
+    sys.stdout.buffer.write(msgspec.json.encode(result))
 
 
-def look_at_disk(setting: TierSetting) -> Iterator[ProbeFields]:
-    """Yield what is so of a directory, piece by piece: names of `DiskFacts`, and `doing`."""
-    wanted = Path(setting.target)
-    yield {"doing": f"looking at {wanted}"}
-    yield _mount(wanted)  # by its name alone, so that what hangs is known by its mount
-    wanted = wanted.resolve()
-    yield _mount(wanted)
-    place = next(each for each in (wanted, *wanted.parents) if each.is_dir())
-    yield {"exists": place == wanted, "doing": f"asking the file system of {place} for its room"}
-    room = os.statvfs(place)
-    yield {"size": room.f_blocks * room.f_frsize, "free": room.f_bavail * room.f_frsize}
+def probe_disk(setting: TierSetting) -> Iterator[ProbeFields]:
+    """Yield fields of `DiskFacts` as they become known, and `doing`: the next step."""
+    directory = Path(setting.target)
+    yield {"doing": f"looking at {directory}"}
+    yield _mount(
+        directory
+    )  # from the path alone, so that the mount is known if the next step hangs
+    directory = directory.resolve()
+    yield _mount(directory)
+    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     yield {
-        "held": _held(wanted) if place == wanted else 0,
-        "writable": os.access(place, os.W_OK | os.X_OK),
-        "doing": f"writing and reading a file in {place}",
+        "exists": existing == directory,
+        "doing": f"asking the file system of {existing} for its free space",
     }
-    if os.access(place, os.W_OK | os.X_OK):
-        yield measure_disk(place, room.f_bavail * room.f_frsize)
+    status = os.statvfs(existing)
+    yield {"size": status.f_blocks * status.f_frsize, "free": status.f_bavail * status.f_frsize}
+    yield {
+        "held": _allocated_bytes(directory) if existing == directory else 0,
+        "writable": os.access(existing, os.W_OK | os.X_OK),
+        "doing": f"writing and reading a file in {existing}",
+    }
+    if os.access(existing, os.W_OK | os.X_OK):
+        yield measure_disk(existing, status.f_bavail * status.f_frsize)
 
 
-def _mount(place: Path) -> ProbeFields:
-    """The mount that a path lies on, without touching it, and the device below."""
-    found: list[str] = []
+def _mount(path: Path) -> ProbeFields:
+    """Return the mount of a path, without accessing the path, and its device."""
+    mount_fields: list[str] = []
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         words = line.split()
-        at = words[4].encode("latin-1", "replace").decode("unicode_escape")
-        if place.is_relative_to(at) and (not found or len(at) >= len(found[4])):
-            found = [*words[:4], at, *words[5:]]
-    kind, source = found[found.index("-") + 1 : found.index("-") + 3]
-    told: ProbeFields = {"filesystem": kind, "mounted_at": found[4], "source": source}
-    if kind in MEMORY:
-        return told | {"medium": "memory"}
-    if kind in NETWORK:
-        return told | {"medium": "network"}
-    number = found[2]
+        mount_point = words[4].encode("latin-1", "replace").decode("unicode_escape")
+        if path.is_relative_to(mount_point) and (
+            not mount_fields or len(mount_point) >= len(mount_fields[4])
+        ):
+            mount_fields = [*words[:4], mount_point, *words[5:]]
+    fs_type, source = mount_fields[mount_fields.index("-") + 1 : mount_fields.index("-") + 3]
+    fields: ProbeFields = {"filesystem": fs_type, "mounted_at": mount_fields[4], "source": source}
+    if fs_type in MEMORY_FILESYSTEMS:
+        return fields | {"medium": "memory"}
+    if fs_type in NETWORK_FILESYSTEMS:
+        return fields | {"medium": "network"}
+    number = mount_fields[2]
     if number.startswith("0:") and source.startswith("/dev/"):
         status = Path(source).stat()
         number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    return told | _device(_BLOCK_DEVICES / number)
+    return fields | _device(_BLOCK_DEVICES / number)
 
 
 def _device(entry: Path) -> ProbeFields:
-    """What a block device is; one that is made of others is what its first one is."""
+    """Return name and medium of a block device; of a combined one, those of its first part."""
     if not entry.exists():
         return {}
     device = entry.resolve()
@@ -302,7 +316,7 @@ def _device(entry: Path) -> ProbeFields:
         return _device(slaves[0])
     if device.name.startswith("nvme"):
         medium = "NVMe"
-    elif device.name.startswith(("vd", "xvd")):  # which say that they rotate, whatever is below
+    elif device.name.startswith(("vd", "xvd")):  # virtual disks always report that they rotate
         medium = "virtual disk"
     else:
         flag = (device / "queue/rotational").read_text(encoding="ascii").strip()
@@ -310,66 +324,70 @@ def _device(entry: Path) -> ProbeFields:
     return {"device": device.name, "medium": medium}
 
 
-def _held(place: Path) -> int:
+def _allocated_bytes(directory: Path) -> int:
     total = 0
-    for folder, _, names in os.walk(place):
+    for folder, _, names in os.walk(directory):
         for name in names:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
     return total
 
 
-def measure_disk(place: Path, free: int) -> ProbeFields:
-    """Write and read a file without a name for a moment, past the page cache, as a tier does."""
+def measure_disk(directory: Path, free: int) -> ProbeFields:
+    """Measure the speed with an unnamed file and O_DIRECT, as the tier uses."""
     try:
-        file = _open_unnamed(place, os.O_DIRECT)
+        file = _open_unnamed(directory, os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return {"direct": False}
     blocks = max(PROBE_THREADS, min(PROBE_BYTES, free // 100) // BLOCK_BYTES)
     try:
-        written, rate = _rate(file, blocks, write=True)
-        return {"direct": True, "written": rate, "read": _rate(file, written, write=False)[1]}
+        num_written, write_rate = _measure_rate(file, blocks, write=True)
+        return {
+            "direct": True,
+            "written": write_rate,
+            "read": _measure_rate(file, num_written, write=False)[1],
+        }
     finally:
         os.close(file)
 
 
-def _open_unnamed(place: Path, flags: int) -> int:
+def _open_unnamed(directory: Path, flags: int) -> int:
     try:
-        return os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT}:
             raise
-    path = place / f".kvd-doctor-{os.getpid()}"
+    path = directory / f".kvd-doctor-{os.getpid()}"
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     path.unlink()
     return file
 
 
-def _rate(file: int, blocks: int, *, write: bool) -> tuple[int, float]:
-    """How many blocks, and bytes a second; at most `blocks`, each once, for a moment."""
-    turn, begin = count(), time.perf_counter()
-    move = os.pwritev if write else os.preadv
+def _measure_rate(file: int, blocks: int, *, write: bool) -> tuple[int, float]:
+    """Transfer up to `blocks` blocks for `PROBE_SECONDS`; return their number and bytes/s."""
+    next_block, start = count(), time.perf_counter()
+    transfer = os.pwritev if write else os.preadv
 
     def work(_: int) -> int:
-        moved = 0
+        num_moved = 0
         with mmap.mmap(-1, BLOCK_BYTES) as buffer:
             buffer[:] = os.urandom(BLOCK_BYTES)
-            for block in turn:
-                if block >= blocks or (moved and time.perf_counter() - begin > PROBE_SECONDS):
-                    return moved
-                move(file, [buffer], block * BLOCK_BYTES)
-                moved += 1
-        return moved
+            for block in next_block:
+                if block >= blocks or (num_moved and time.perf_counter() - start > PROBE_SECONDS):
+                    return num_moved
+                transfer(file, [buffer], block * BLOCK_BYTES)
+                num_moved += 1
+        return num_moved
 
     with ThreadPoolExecutor(PROBE_THREADS) as threads:
-        moved = sum(threads.map(work, range(PROBE_THREADS)))
-    return moved, moved * BLOCK_BYTES / (time.perf_counter() - begin)
+        num_moved = sum(threads.map(work, range(PROBE_THREADS)))
+    return num_moved, num_moved * BLOCK_BYTES / (time.perf_counter() - start)
 
 
-def look_at_store(setting: TierSetting) -> Iterator[ProbeFields]:
-    """Yield what is so of Mooncake's package and master: names of `StoreFacts`, and `doing`."""
+def probe_store(setting: TierSetting) -> Iterator[ProbeFields]:
+    """Yield fields of `StoreFacts` as they become known, and `doing`: the next step."""
     master = setting.options["master"]
     yield {"master": master, "doing": f"connecting to {master}"}
     host, _, port = master.rpartition(":")
@@ -383,7 +401,7 @@ def look_at_store(setting: TierSetting) -> Iterator[ProbeFields]:
     except ImportError as error:
         yield {"missing": str(error)}
         return
-    for name in _MOONCAKE:
+    for name in _MOONCAKE_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield {"package": f"{name} {importlib.metadata.version(name)}"}
 

@@ -6,7 +6,7 @@ from kvd.machine.process import die_with_parent, gc_paused
 
 
 def main() -> int:
-    """Serve until the broker is done; the exit status."""
+    """Serve until the broker stops the process; return the exit status."""
     die_with_parent()  # before the imports that take long
     with gc_paused():
         from kvd.lane.loop import run  # noqa: PLC0415

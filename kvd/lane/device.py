@@ -1,32 +1,29 @@
-"""What a device backend is: the one abstraction between jobs and hardware.
+"""The interface of a device backend, which copies bytes between workers' memory and the pool.
 
-A backend maps the pool once and the workers' memory by handle, and moves bytes
-between the two. It decides nothing: which job is next, whether a job is still
-valid and what its end means is settled outside. The contract, which the
-conformance suite in tests/lane/device_contract.py checks for every backend:
+A backend maps the pool once and workers' memory by handle. It knows no jobs: the runner decides
+which job is next, whether it is still valid, and what its end means. The contract, which
+tests/lane/device_contract.py checks for every backend:
 
-- No call waits for a transfer. `submit` enqueues, `progress` looks.
-- A job's runs are prepared once, in the backend's own form, and given in pieces: of about
-  `piece_bytes` while other work waits for its turn, of `bulk_bytes` while none does. `has_room`
-  says when the next piece may come; so urgent work never queues behind much other work.
-- A transfer is reported by `progress` exactly once, and only when nothing of it
-  can touch memory any more: there is no way to abandon one.
-- Transfers in opposite directions, and those of different memories, may finish
-  in any order. The caller never submits two that overlap.
-- The caller guarantees that `submit` is allowed by the worker's timeline; a
-  backend never makes a queue wait for another process.
-- `release_memory` is only legal when nothing is in flight on that memory.
-- Mapping checks every size against what was promised, so that no later access
-  can leave a mapping.
+- No call waits for a transfer. `submit` enqueues, `progress` polls.
+- `prepare` turns a job's runs into the backend's own form once. They are submitted in pieces: of
+  about `piece_bytes` while other jobs wait, of `bulk_bytes` otherwise. `has_room` says when the
+  next piece may be submitted, so urgent work never queues behind much other work.
+- `progress` reports each transfer exactly once, when nothing of it can touch memory any more. A
+  transfer cannot be abandoned.
+- Transfers in opposite directions, and those of different memories, may end in any order. The
+  caller never submits two that overlap.
+- The caller submits only what the worker's timeline allows; no queue of a backend ever waits for
+  another process.
+- `release_memory` is legal only when nothing is in flight on that memory.
+- Mapping checks every size against the promised one, so no later access leaves a mapping.
 
-Backends put pages into this process's page table before jobs need them. A page that is first
-touched by a copy costs several microseconds, which made the first pass over a new pool ten times
-slower than the second, and the first load into a worker's block four times slower than the next
-(measured on a virtual machine; reading is a cheaper first touch than writing, for it maps the
-neighbours too). The broker allocates the pool's file piece by piece in the order of `FillOrder`;
-only what is allocated is touched, so a full filesystem is the broker's error and never a SIGBUS
-here. Of a worker's memory only pages that are there are touched: one that is not would be
-allocated, and charged to this process instead of the worker's.
+Pretouch: backends put pages into this process's page table before jobs need them. A page that a
+copy touches first costs several microseconds: the first pass over a new pool was ten times slower
+than the second, the first load into a worker's block four times slower than the next (measured on a
+virtual machine). Reading is a cheaper first touch than writing, since it maps neighbours too. Of
+the pool, only bytes that the broker has allocated (in `FillOrder`) are touched, so a full file
+system is the broker's error and never a SIGBUS here. Of a worker's memory, only pages that are
+present are touched: others would be allocated and charged to this process.
 """
 
 import ctypes
@@ -55,17 +52,17 @@ MemoryId = NewType("MemoryId", int)
 
 
 class Direction(StrEnum):
-    """Which way bytes move, as the engine sees it."""
+    """The direction in which bytes move, as the engine sees it."""
 
     STORE = "store"  # worker's memory -> pool
     LOAD = "load"  # pool -> worker's memory
 
 
 class PreparedRuns:
-    """A job's runs, as a backend has prepared them.
+    """A job's runs of bytes in a backend's own form.
 
     Args:
-        ends: int64[runs], bytes up to and with each run; a list where there are few.
+        ends: int64[runs], cumulative bytes up to and including each run; a list if there are few.
     """
 
     __slots__ = ("ends",)
@@ -73,27 +70,23 @@ class PreparedRuns:
     def __init__(self, ends: Ends) -> None:
         self.ends = ends
 
-    def piece(self, begin: int, most: int) -> tuple[int, int]:
-        """The end and the bytes of a piece that begins with run `begin`, which there is.
+    def next_piece(self, begin: int, max_bytes: int) -> tuple[int, int]:
+        """Return the end and the bytes of the piece that begins with run `begin`.
 
-        What is left is cut into as few pieces as `most` bytes each allow, all about alike: none
-        is longer than `most` by a whole run.
+        The rest is cut into as few pieces as `max_bytes` allows, of about equal size; a piece
+        exceeds `max_bytes` by less than one run.
         """
         ends = self.ends
-        done = int(ends[begin - 1]) if begin else 0
-        left = int(ends[-1]) - done
-        pieces = -(-left // most)
-        if pieces == 1:
-            return len(ends), left
-        end = bisect_left(ends, done + -(-left // pieces), begin) + 1
-        return end, int(ends[end - 1]) - done
+        offset = int(ends[begin - 1]) if begin else 0
+        remaining = int(ends[-1]) - offset
+        num_pieces = -(-remaining // max_bytes)
+        if num_pieces == 1:
+            return len(ends), remaining
+        end = bisect_left(ends, offset + -(-remaining // num_pieces), begin) + 1
+        return end, int(ends[end - 1]) - offset
 
     def __len__(self) -> int:
         return len(self.ends)
-
-    def __repr__(self) -> str:
-        nbytes = self.ends[-1] if len(self) else 0
-        return f"<{type(self).__name__} {len(self)} runs, {nbytes} bytes>"
 
 
 NO_RUNS = PreparedRuns([])
@@ -101,15 +94,15 @@ NO_RUNS = PreparedRuns([])
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One piece of a job: runs begin..end - 1 of what was prepared, `nbytes` in all.
+    """One piece of a job: the prepared runs begin..end - 1, `nbytes` in all.
 
-    job: whose piece it is; the caller's.
+    `job` is opaque to backends.
     """
 
     job: Any
     memory: MemoryId
     direction: Direction
-    moves: PreparedRuns
+    runs: PreparedRuns
     begin: int
     end: int
     nbytes: int
@@ -117,9 +110,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class CompletedTransfer:
-    """A transfer that has ended. `error` is empty where every byte has arrived.
+    """A transfer that has ended; `error` is empty if every byte has arrived.
 
-    nanoseconds: from its submission, or the end of the one before it, until its end was seen.
+    `nanoseconds` counts from its submission or the end of the transfer before it, whichever was
+    later, until a poll saw its end.
     """
 
     transfer: Transfer
@@ -128,7 +122,7 @@ class CompletedTransfer:
 
     @property
     def nbytes(self) -> int:
-        """That have arrived, as far as is known."""
+        """Bytes known to have arrived."""
         return 0 if self.error else self.transfer.nbytes
 
 
@@ -136,9 +130,9 @@ class Device(ABC):
     """A device backend. Used from one thread.
 
     Attributes:
-        piece_bytes: how much of a job to submit at a time while other jobs wait for their turn.
-        bulk_bytes: the same while none does; not less.
-        pins: only what is pinned of the pool can be used, and arenas are pinned once they are used.
+        piece_bytes: size of a transfer while other jobs wait for their turn.
+        bulk_bytes: size of a transfer while none does; at least `piece_bytes`.
+        pins: whether only pinned bytes of the pool can be used; see `pin_arena`.
     """
 
     piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
@@ -148,10 +142,10 @@ class Device(ABC):
     @property
     @abstractmethod
     def usable_bytes(self) -> int:
-        """The longest prefix of the pool, in the order of `kvd.pool.geometry`, that can be used.
+        """Length of the longest usable prefix of the pool, in `FillOrder`.
 
-        Of a device that pins: in which everything is pinned that `use_arena` asked for. It grows
-        with what is pinned, and `use_arena` may reduce it.
+        A device that pins: the longest prefix in which every byte that `pin_arena` requested is
+        pinned. It grows as bytes are pinned; a new request may reduce it.
         """
 
     @property
@@ -159,23 +153,26 @@ class Device(ABC):
         """Bytes of the pool that are pinned."""
         return 0
 
-    def use_arena(self, memory: MemoryId, begin: int, end: int) -> None:
-        """Jobs of this memory may use pool bytes begin..end - 1, until it is released."""
-        del memory, begin, end  # memory that needs no pins can always be used
+    def pin_arena(self, memory: MemoryId, begin: int, end: int) -> None:
+        """Request pool bytes begin..end - 1 for jobs of this memory, until it is released.
 
-    def holds(self, begin: int, end: int) -> bool:  # noqa: ARG002  # needs no pins
-        """Whether jobs may use pool bytes begin..end - 1 yet, as far as `pool_error` lets them."""
+        Returns at once; see `is_usable`. A device without pins can always use all of the pool.
+        """
+        del memory, begin, end
+
+    def is_usable(self, begin: int, end: int) -> bool:  # noqa: ARG002  # needs no pins
+        """Whether jobs may use pool bytes begin..end - 1 now."""
         return True
 
     @property
     def pool_error(self) -> str:
-        """Why the rest of the pool will never be usable; empty while there is hope."""
+        """Why the rest of the pool will never be usable; empty if nothing has failed."""
         return ""
 
     def unpin(self) -> bool:
-        """Unpin the pool piece by piece, called again until True: nothing of it is pinned.
+        """Start to unpin the pool; return whether it is unpinned. Call again until it is.
 
-        No job is left, and none follows.
+        Legal only after the last job.
         """
         return True
 
@@ -188,47 +185,46 @@ class Device(ABC):
         Args:
             handles: one per storage.
             sizes: bytes of each storage that jobs may touch.
-            descriptors: what the handles' `fd_index` counts in, all of which are there; they stay
-                the caller's.
+            descriptors: indexed by the handles' `fd_index`, which are in range; they stay the
+                caller's.
 
         Raises:
-            ImportFailed: a handle that names no memory, memory smaller than promised, or a
-                mapping that the system refuses. Nothing stays mapped.
+            ImportFailed: a handle names no memory, the memory is smaller than promised, or the
+                system refuses the mapping. Nothing stays mapped.
         """
 
     @abstractmethod
     def release_memory(self, memory: MemoryId) -> None:
-        """Unmap a worker's storages; what the driver refuses to unmap is logged.
+        """Unmap a worker's storages; if the driver refuses, log it.
 
         Raises:
-            LaneError: unknown, or transfers are in flight on it; it stays mapped.
+            LaneError: the memory is unknown, or transfers are in flight on it; it stays mapped.
         """
 
     @abstractmethod
     def has_room(self, direction: Direction) -> bool:
-        """Whether one more piece may be submitted without making others wait for long."""
+        """Whether one more piece may be submitted without delaying urgent work."""
 
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Transfers submitted and not yet reported."""
+        """Number of transfers submitted and not yet reported."""
 
     @abstractmethod
     def prepare(
         self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
     ) -> PreparedRuns:
-        """Put a job's runs into the form that `submit` takes; no run is above `piece_bytes`.
-
-        `holds` is true of everything in the pool that they touch.
+        """Return a job's runs in the form that `submit` takes, none longer than `piece_bytes`.
 
         Args:
             memory: the worker's.
-            direction: which way the bytes move.
-            pool_base: where its arena begins in the pool.
-            copies: inside the memory and the arena; the caller has checked that.
+            direction: of the job.
+            pool_base: offset of the worker's arena in the pool.
+            copies: the runs; the caller has checked that they lie inside memory and arena, and
+                that their pool bytes are usable.
 
         Raises:
-            LaneError: unknown memory.
+            LaneError: the memory is unknown.
         """
 
     @abstractmethod
@@ -236,19 +232,19 @@ class Device(ABC):
         """Start a transfer, without waiting for it.
 
         Raises:
-            LaneError: unknown memory; nothing was started.
+            LaneError: the memory is unknown; nothing was started.
         """
 
     @abstractmethod
     def progress(self) -> list[CompletedTransfer]:
-        """The transfers that have ended since the last call; returns soon.
+        """Return the transfers that have ended since the last call, without waiting.
 
-        A backend whose processor is the copy engine moves one piece in here.
+        The host backend moves one piece in this call.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap everything, the pool too.
+        """Unmap everything, including the pool.
 
         Raises:
             LaneError: transfers are in flight.
@@ -261,23 +257,21 @@ _SHORT_STEP = 2 * 2**20  # `stop` waits for one
 _WAIT_SECONDS = 0.01
 
 
-def touch(mapping: memoryview, begin: int, end: int, stop: threading.Event) -> bool:
-    """Read one byte of every page from begin to before end; False where `stop` was set first."""
-    pages = np.frombuffer(mapping, np.uint8)
-    for at in range(begin, end, _STEP):
+def touch_pages(mapping: memoryview, begin: int, end: int, stop: threading.Event) -> bool:
+    """Read one byte of every page in bytes begin..end - 1; return False if `stop` was set first."""
+    content = np.frombuffer(mapping, np.uint8)
+    for offset in range(begin, end, _STEP):
         if stop.is_set():
             return False
-        np.bitwise_or.reduce(pages[at : min(at + _STEP, end) : _PAGE])  # releases the GIL
+        np.bitwise_or.reduce(content[offset : min(offset + _STEP, end) : _PAGE])  # frees the GIL
     return True
 
 
 class PoolPretouch:
-    """A thread that reads one byte of every page of a mapping, once.
+    """A thread that reads one byte of every page of the pool, as the pool is allocated.
 
-    Args:
-        mapping: the whole file's mapping; in use until `stop` has returned.
-        fd: the file; duplicated, stays the caller's.
-        fill: the order in which it is allocated, of the mapping's size.
+    `mapping` is in use until `stop` has returned. The broker allocates the file `fd`, which stays
+    the caller's, in the order of `fill`.
     """
 
     def __init__(self, mapping: memoryview, fd: int, fill: FillOrder) -> None:
@@ -289,20 +283,20 @@ class PoolPretouch:
         self._thread.start()
 
     def _run(self) -> None:
-        done = 0
+        touched = 0  # bytes
         for piece in self._fill.order:
             begin, end = self._fill.span(piece)
-            before = done - begin
+            skipped = touched - begin
             while begin < end:
                 if self._stop.is_set():
                     return
-                allocated = os.fstat(self._fd).st_blocks * 512 - before
+                allocated = os.fstat(self._fd).st_blocks * 512 - skipped
                 until = min(end, allocated, begin + _STEP)
                 if until <= begin:
                     self._stop.wait(_WAIT_SECONDS)
                     continue
-                touch(self._mapping, begin, until, self._stop)
-                done += until - begin
+                touch_pages(self._mapping, begin, until, self._stop)
+                touched += until - begin
                 begin = until
 
     def stop(self) -> None:
@@ -315,13 +309,9 @@ class PoolPretouch:
 
 
 class MemoryPretouch:
-    """A thread that reads one byte of every page that mappings have already, once.
+    """A thread that reads one byte of every page that a worker's memory already has.
 
-    Args:
-        mappings: whole files; in use until `stop` has returned, or the thread has ended.
-
-    Attributes:
-        thread: for who waits for its end.
+    `mappings` are in use until `stop` has returned or `thread` has ended.
     """
 
     def __init__(self, mappings: Sequence[memoryview]) -> None:
@@ -336,13 +326,13 @@ class MemoryPretouch:
         mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         present = np.empty(_SHORT_STEP // _PAGE, np.uint8)
         for mapping in mappings:
-            pages = np.frombuffer(mapping, np.uint8)
-            for begin in range(0, len(pages), _SHORT_STEP):
-                part = pages[begin : begin + _SHORT_STEP]
-                if self._stop.is_set() or mincore(part.ctypes.data, len(part), present.ctypes.data):
+            content = np.frombuffer(mapping, np.uint8)
+            for begin in range(0, len(content), _SHORT_STEP):
+                step = content[begin : begin + _SHORT_STEP]
+                if self._stop.is_set() or mincore(step.ctypes.data, len(step), present.ctypes.data):
                     return
-                firsts = part[::_PAGE]
-                firsts[(present[: len(firsts)] & 1).nonzero()[0]].any()
+                page_starts = step[::_PAGE]
+                page_starts[(present[: len(page_starts)] & 1).nonzero()[0]].any()
 
     def stop(self) -> None:
         """End the thread and release the mappings. May be called again."""

@@ -1,13 +1,12 @@
-"""One job of one worker: what it moves, whether it still may, and where it stands.
+"""One job of one worker: which bytes it moves, whether it still may, and its state.
 
-Everything here looks and decides; nothing is moved or sent.
+This module only decides; the runner moves bytes and the reporter sends messages. It has two parts:
 
-Which of a job's chunks are its own the directory's records say. All records of a job are read at
-one moment; what they say is then found without another look. Few are looked at one by one, many at
-once.
-
-A load that reports its layers is moved layer after layer, and a device ends the pieces of one
-direction in the order in which it was given them; so the bytes that have arrived are the first.
+1. Checks of a job's slots against their heads in the directory. All heads of a job are read at one
+   moment. A plain loop checks up to `SMALL_BATCH` chunks, numpy more.
+2. `LaneJob`, the job itself. A load that reports progress moves layer after layer, and a device
+   ends the pieces of one direction in the order of their submission. So the bytes that have arrived
+   are the first ones of the job.
 """
 
 from array import array
@@ -25,21 +24,19 @@ from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
 from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
 
-FEW = 8
+SMALL_BATCH = 8
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
 
-def await_broker(heads: bytes, generations: "array[int]") -> bool:
-    """Return whether a store's step may still be unread: a slot is on loan for its generation.
+def any_on_loan(heads: bytes, generations: "array[int]") -> bool:
+    """Return whether a slot is still on loan for its generation.
 
-    The broker ends the loan last. A slot whose loan has ended is WRITING with the generation, or
-    never will be.
+    Then the broker may not have read the step that gives the slot to a store. The broker ends the
+    loan last: a slot whose loan has ended is WRITING with this generation now, or never will be.
 
-    Args:
-        heads: of the slots; see DirectoryView.heads.
-        generations: u8, of these slots.
+    `heads` are of these slots; see DirectoryView.heads.
     """
-    if len(generations) > FEW:
+    if len(generations) > SMALL_BATCH:
         loans = np.frombuffer(generations, np.uint64).astype(np.uint32)
         return 1 in (np.frombuffer(heads, HEAD_DTYPE)["loan"] == loans).tobytes()
     return any(
@@ -48,98 +45,97 @@ def await_broker(heads: bytes, generations: "array[int]") -> bool:
     )
 
 
-def not_to_write(heads: bytes, owner: int, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    """Return those of `which`, numbers of chunks, that are not this engine's to write.
+def not_writable(heads: bytes, owner: int, chunks: Chunks, indices: Sequence[int]) -> list[int]:
+    """Return those of a job's `indices` of chunks whose slots are not this engine's to write.
 
-    Args:
-        heads: of the slots of these chunks; see DirectoryView.heads.
-        owner: the engine, as the directory names it.
-        chunks: the job's.
-        which: numbers of chunks.
+    `heads` are of these slots; `owner` is the engine's number in the directory.
     """
-    if len(which) > FEW:
+    if len(indices) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
         generations = np.frombuffer(chunks.generations, np.uint64)
-        if len(which) < len(generations):
-            generations = generations[np.fromiter(which, np.intp, len(which))]
+        if len(indices) < len(generations):
+            generations = generations[np.fromiter(indices, np.intp, len(indices))]
         state = table["state"]
-        good = state == _WRITING
-        good &= (table["generation"] == generations) & (table["owner"] == owner)
-        return [which[i] for i in _numbers(~good)]
+        writable = state == _WRITING
+        writable &= (table["generation"] == generations) & (table["owner"] == owner)
+        return [indices[i] for i in _true_indices(~writable)]
     lost = []
-    for i, (generation, owned_by, state, *_) in zip(which, READ_HEADS(heads), strict=True):
+    for i, (generation, owned_by, state, *_) in zip(indices, READ_HEADS(heads), strict=True):
         if generation != chunks.generations[i] or owned_by != owner or state != _WRITING:
             lost.append(i)
     return lost
 
 
 def not_ready(heads: bytes, chunks: Chunks) -> list[int]:
-    """Return the numbers of those that are not READY, or hold something else by now.
+    """Return the indices of chunks whose slots are not READY or hold something else by now.
 
-    Args:
-        heads: of the slots of all chunks.
-        chunks: the job's.
+    `heads` are of the slots of all chunks.
     """
     generations = chunks.generations
-    if len(generations) > FEW:
+    if len(generations) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
-        gone = table["generation"] != np.frombuffer(generations, np.uint64)
-        gone |= table["state"] != _READY
-        return _numbers(gone)
+        stale = table["generation"] != np.frombuffer(generations, np.uint64)
+        stale |= table["state"] != _READY
+        return _true_indices(stale)
     return [
         i
-        for i, (found, _, state, *_) in enumerate(READ_HEADS(heads))
-        if found != generations[i] or state != _READY
+        for i, (generation, _, state, *_) in enumerate(READ_HEADS(heads))
+        if generation != generations[i] or state != _READY
     ]
 
 
 def not_covered(heads: bytes, chunks: Chunks) -> list[int]:
-    """Return the numbers of those that lack blocks that are asked for, or are of another group.
+    """Return the indices of chunks that lack requested blocks, or belong to another group.
 
-    Another group's pages lie elsewhere in the slot, where old bytes may be. Arguments as
-    `not_ready` has them.
+    Another group's pages lie elsewhere in the slot, where old bytes may be.
     """
-    if len(chunks) > FEW:
+    if len(chunks) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
         if (
             table["first"].tobytes() == chunks.first.tobytes()
             and table["count"].tobytes() == chunks.count.tobytes()
             and table["group"].tobytes() == chunks.group.tobytes()
-        ):  # whole chunks, as nearly all are: a comparison of bytes costs least
+        ):  # nearly all loads are of whole chunks: comparing bytes costs least
             return []
         firsts, counts, groups = (
-            np.frombuffer(one, np.uint16) for one in (chunks.first, chunks.count, chunks.group)
+            np.frombuffer(column, np.uint16)
+            for column in (chunks.first, chunks.count, chunks.group)
         )
-        begins = table["first"]
+        stored_firsts = table["first"]
         # first + count is at most blocks_per_chunk, which fits 16 bits.
-        lacking = (firsts < begins) | (firsts + counts > begins + table["count"])
+        lacking = (firsts < stored_firsts) | (firsts + counts > stored_firsts + table["count"])
         lacking |= groups != table["group"]
-        return _numbers(lacking)
-    short = []
-    for i, (_, _, _, begin, held, of, _) in enumerate(READ_HEADS(heads)):
+        return _true_indices(lacking)
+    uncovered = []
+    for i, (_, _, _, stored_first, stored_count, group, _) in enumerate(READ_HEADS(heads)):
         first = chunks.first[i]
-        if first < begin or first + chunks.count[i] > begin + held or chunks.group[i] != of:
-            short.append(i)
-    return short
+        if (
+            first < stored_first
+            or first + chunks.count[i] > stored_first + stored_count
+            or chunks.group[i] != group
+        ):
+            uncovered.append(i)
+    return uncovered
 
 
-def _numbers(bad: npt.NDArray[np.bool_]) -> list[int]:
-    """Of those that are true; mostly there are none, which is found fastest in bytes."""
-    return np.flatnonzero(bad).tolist() if 1 in bad.tobytes() else []
+def _true_indices(flags: npt.NDArray[np.bool_]) -> list[int]:
+    """Return the indices of true flags."""
+    # Mostly there are none, which a search in bytes finds out fastest.
+    return np.flatnonzero(flags).tolist() if 1 in flags.tobytes() else []
 
 
 VOID_TEXT = "the worker has taken the store's blocks back"
 NO_WORD = 0
-"""The `word` of a store that has none."""
+"""The `word` of a store without a word of the control page."""
 
 
 class JobState(StrEnum):
-    """Where a job stands; docs/protocol.md draws what follows what."""
+    """The state of a job; docs/protocol.md draws the transitions."""
 
-    QUEUED = "queued"  # accepted, waits for the timeline and its turn
+    QUEUED = "queued"  # accepted; waits for the timeline and its turn
     COPYING = "copying"  # bytes may be moving
     DRAINING = "draining"  # stopped; waits until nothing moves any more
-    ENDED = "ended"  # its Done was sent
+    ENDED = "ended"  # nothing moves any more; its Done is sent next
 
 
 JobOutcome = tuple[JobStatus, str]
@@ -147,19 +143,20 @@ JobOutcome = tuple[JobStatus, str]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LaneJob(QueuedJob):
-    """A job that has not ended, or just has.
+    """A job, until its Done is sent.
 
-    Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
+    If it ends OK, accepted_ns <= started_ns <= ended_ns (when its last byte had moved).
 
     Attributes:
-        request_id: of the request, for its Done.
-        moves: its runs as the device has prepared them, once it has started.
-        given: how many of them the device was given.
-        progress_word, layer_ends: of a load that reports its layers, once it has started: the
-            word's number, and the bytes of all layers up to and with each.
-        layers_told: how many the worker has been told of.
-        late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
-        stream_wait_ns: from then until the number was reached.
+        request_id: of the request; its Done repeats it.
+        runs: its runs in the device's form, once it has started.
+        num_submitted: how many of `runs` the device has been given.
+        progress_word, layer_ends: of a load that reports progress, once it has started: the
+            word's number, and the cumulative bytes of its layers.
+        num_layers_reported: layers that the control page says have arrived.
+        late_since_ns: when its turn came before the worker's timeline had reached its number; 0 if
+            that has not happened.
+        stream_wait_ns: from then until the timeline reached the number.
     """
 
     worker: LaneWorker
@@ -168,70 +165,72 @@ class LaneJob(QueuedJob):
     request_id: int
     accepted_ns: int
     state: JobState = JobState.QUEUED
-    moves: PreparedRuns = NO_RUNS
-    given: int = 0
+    runs: PreparedRuns = NO_RUNS
+    num_submitted: int = 0
     progress_word: int = 0
     layer_ends: Sequence[int] = ()
-    layers_told: int = 0
-    in_flight: int = 0
-    in_flight_bytes: int = 0
+    num_layers_reported: int = 0
+    pieces_in_flight: int = 0
+    bytes_in_flight: int = 0
     moved_bytes: int = 0
     copy_ns: int = 0
-    late_ns: int = 0
+    late_since_ns: int = 0
     stream_wait_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
     outcome: JobOutcome = (JobStatus.OK, "")
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
-    _own: Sequence[int] = ()
-    _slots: "array[int]" = field(init=False)  # of its own chunks, with `_chunks`
-    _generations: "array[int]" = field(init=False)
-    _good: bytes = b""
+    _own_indices: Sequence[int] = ()
+    _own_slots: "array[int]" = field(init=False)  # set with `_chunks`
+    _own_generations: "array[int]" = field(init=False)
+    _verified_heads: bytes = b""
 
     def __post_init__(self) -> None:
         self.direction = Direction.LOAD if self.load else Direction.STORE
 
     @property
     def chunks(self) -> Chunks:
-        """Worked out when the job starts: many may be queued."""
+        """All chunks of the request. Computed on first use, since many jobs may be queued."""
         if self._chunks is None:
             blocks, factor = self.request.blocks, self.worker.layout.blocks_per_chunk
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
-            self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
-            self._slots = _items_of(slots, self._own)
-            self._generations = _items_of(self._chunks.generations, self._own)
+            self._own_indices = (
+                range(len(slots)) if self.load else chunks_of_rank(self.worker, slots)
+            )
+            self._own_slots = _select(slots, self._own_indices)
+            self._own_generations = _select(self._chunks.generations, self._own_indices)
         return self._chunks
 
     @property
-    def own(self) -> Sequence[int]:
-        """Numbers of the chunks that it moves.
+    def own_indices(self) -> Sequence[int]:
+        """Indices of the chunks that the job moves.
 
-        All of a load's. Of a store those that this rank writes, once it has started without those
-        that the broker has not given to it.
+        A load moves all. A store moves those that this rank writes, once it has started without
+        those that the broker did not give to it.
         """
         _ = self.chunks
-        return self._own
+        return self._own_indices
 
     @property
     def own_slots(self) -> Sequence[int]:
-        """Slots of the chunks that it moves, in the order of `own`."""
+        """Slots of the chunks that the job moves, in the order of `own_indices`."""
         _ = self.chunks
-        return self._slots
+        return self._own_slots
 
     @property
     def deadline_ns(self) -> int:
-        """When it is given up, on the clock of `accepted_ns`."""
+        """When the job times out, on the clock of `accepted_ns`."""
         return self.accepted_ns + self.request.deadline_ms * 1_000_000
 
     @property
     def unfinished(self) -> bool:
-        """Whether its Done is still to come."""
+        """Whether it has not ended."""
         return self.state is not JobState.ENDED
 
     @property
-    def void(self) -> bool:
+    def is_void(self) -> bool:
         """Whether the worker has taken a store's blocks back."""
         request = self.request
         return (
@@ -241,59 +240,65 @@ class LaneJob(QueuedJob):
         )
 
     def awaits_broker(self) -> bool:
-        """Whether the broker may not have read the step that gives a store its slots.
+        """Return whether the broker may not have read the step that gives a store its slots.
 
-        Until then the slots may hold other chunks, which loads read: nothing may be written.
+        Until then the slots may hold other chunks that loads read, so nothing may be written.
         """
-        if self.load or self.void:
+        if self.load or self.is_void:
             return False
         _ = self.chunks
-        return await_broker(self.binding.directory.heads(self._slots), self._generations)
+        heads = self.binding.directory.heads(self._own_slots)
+        return any_on_loan(heads, self._own_generations)
 
-    def leave_out_lost(self) -> None:
-        """Leave out a store's chunks that were not given to it: others were first, or no room was.
+    def drop_lost_chunks(self) -> None:
+        """Leave out a store's chunks that the broker did not give to it, unless that is all.
 
-        Not where that is all of them.
+        Another engine stored the key first, or no slot was free.
         """
         if self.load:
             return
-        own = self.own
-        lost = set(_not_own(self.binding, self.chunks, own))
-        if lost and len(lost) < len(own):
-            self._own = [i for i in own if i not in lost]
-            self._slots = _items_of(self.chunks.slots, self._own)
-            self._generations = _items_of(self.chunks.generations, self._own)
+        indices = self.own_indices
+        lost = set(_not_writable_now(self.binding, self.chunks, indices))
+        if lost and len(lost) < len(indices):
+            self._own_indices = [i for i in indices if i not in lost]
+            self._own_slots = _select(self.chunks.slots, self._own_indices)
+            self._own_generations = _select(self.chunks.generations, self._own_indices)
 
-    def objection(self) -> JobOutcome | None:
-        """Return why the job's chunks or blocks are not its own now, or None where they are.
+    def check_slots(self) -> JobOutcome | None:
+        """Return why the job may not move its chunks now; None if it may.
 
-        Asked before the first byte and after the last one: whatever happened in
-        between to a slot has changed its generation or its state.
+        Called before the first byte and after the last one: any change of a slot in between has
+        changed its generation or state.
+
+        Returns:
+            VOID: the worker has taken the store's blocks back.
+            STALE: a slot holds something else, or does not have all blocks to load.
         """
-        if self.void:
+        if self.is_void:
             return JobStatus.VOID, VOID_TEXT
         binding, chunks = self.binding, self.chunks
-        heads = binding.directory.heads(self._slots)
-        if heads == self._good:  # as it was when it was found to be good
+        heads = binding.directory.heads(self._own_slots)
+        if heads == self._verified_heads:  # unchanged since the last check
             return None
         if self.load:
-            what, bad = "ready", not_ready(heads, chunks)
-            if not bad:
-                what = "stored with all blocks that are to be loaded"
-                bad = not_covered(heads, chunks)
+            expected, refused = "ready", not_ready(heads, chunks)
+            if not refused:
+                expected = "stored with all blocks that are to be loaded"
+                refused = not_covered(heads, chunks)
         else:
-            what = "this engine's to write"
-            bad = not_to_write(heads, binding.order.owner, chunks, self.own)
-        if not bad:
-            self._good = heads
+            expected = "this engine's to write"
+            refused = not_writable(heads, binding.order.owner, chunks, self.own_indices)
+        if not refused:
+            self._verified_heads = heads
             return None
+        slot, generation = chunks.slots[refused[0]], chunks.generations[refused[0]]
         return JobStatus.STALE, (
-            f"slot {chunks.slots[bad[0]]} generation {chunks.generations[bad[0]]} is not {what}"
-            f" ({len(bad)} of {len(chunks)} chunks)"
+            f"slot {slot} generation {generation} is not {expected}"
+            f" ({len(refused)} of {len(chunks)} chunks)"
         )
 
-    def plan(self, device: Device) -> None:
-        """Work out the runs of bytes and let the device prepare them.
+    def prepare(self, device: Device) -> None:
+        """Compute the runs of bytes and have the device prepare them.
 
         Raises:
             JobShapeError: runs outside the worker's memory or arena.
@@ -305,34 +310,35 @@ class LaneJob(QueuedJob):
             copies, self.layer_ends = expander.expand_layers(request.blocks)
             self.progress_word = request.progress
         else:
-            everything = len(self.own) == len(self.chunks)
-            only = None if everything else frozenset(self._slots)
-            copies = expander.expand(request.blocks, only)
+            moves_all = len(self.own_indices) == len(self.chunks)
+            only_slots = None if moves_all else frozenset(self._own_slots)
+            copies = expander.expand(request.blocks, only_slots)
         if not expander.inside:
             arena_bytes = binding.slot_bytes * binding.order.num_slots
             copies.check_bounds(worker.layout.storages, arena_bytes)
         base = binding.order.arena_base
-        self.moves = device.prepare(worker.memory, self.direction, base, copies)
+        self.runs = device.prepare(worker.memory, self.direction, base, copies)
 
     @property
-    def all_given(self) -> bool:
-        """Whether the device was given every run."""
-        return self.given == len(self.moves)
+    def all_submitted(self) -> bool:
+        """Whether the device has been given every run."""
+        return self.num_submitted == len(self.runs)
 
-    def to_report(self, *, ok: bool) -> Sequence[int]:
-        """Return the numbers of a store's chunks that the broker is to be told of.
+    def reportable_indices(self, *, ok: bool) -> Sequence[int]:
+        """Return the indices of a store's chunks to report to the broker.
 
-        Of a store that failed, those that are still this engine's to write: a job may have
-        named what never was.
+        Of a store that failed, those that are still this engine's to write: a job may name chunks
+        that never were.
         """
         if ok:
-            return self.own
-        return _still_own(self.binding, self.chunks, self.own)
+            return self.own_indices
+        return _writable_now(self.binding, self.chunks, self.own_indices)
 
     def __repr__(self) -> str:
         return (
             f"<LaneJob {self.direction} {self.request.job} of {self.worker.identity}: {self.state},"
-            f" {self.given} of {len(self.moves)} runs given, {self.in_flight} pieces in flight>"
+            f" {self.num_submitted} of {len(self.runs)} runs submitted,"
+            f" {self.pieces_in_flight} pieces in flight>"
         )
 
 
@@ -343,62 +349,66 @@ def needs_control_page(request: Job) -> bool:
     return bool(request.after or (isinstance(request, Load) and request.progress))
 
 
-def outside(job: LaneJob, device: Device) -> JobOutcome | None:
-    """Return why a job may not begin for lack of memory that is pinned, or None where it may.
+def check_pinned(job: LaneJob, device: Device) -> JobOutcome | None:
+    """Return why a job may not start if a slot of it is not pinned yet; None if all are.
 
-    What is pinned stays so: asked once is enough. Where all is pinned, the first look says so.
+    Pinned slots stay pinned, so one check is enough.
     """
     if not device.pins:
         return None
     slots = job.own_slots
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
-    if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
+    # First one call for the span of all slots, which mostly is all pinned.
+    if not slots or device.is_usable(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None
-    out = [s for s in slots if not device.holds(base + s * size, base + (s + 1) * size)]
-    if not out:
+    unpinned = [s for s in slots if not device.is_usable(base + s * size, base + (s + 1) * size)]
+    if not unpinned:
         return None
     text = (
-        f"slot {out[0]} lies where the pool is not pinned yet ({len(out)} of {len(slots)} chunks)"
+        f"slot {unpinned[0]} lies where the pool is not pinned yet"
+        f" ({len(unpinned)} of {len(slots)} chunks)"
     )
     return JobStatus.STALE, text
 
 
-def refused_chunks(
+def abandoned_chunks(
     worker: LaneWorker, binding: Binding, request: Job
 ) -> tuple[Chunks, Sequence[int]]:
-    """Return the chunks of a refused store, and the numbers of those that are given up.
+    """Return the chunks of a refused store, and the indices of those to report as not stored.
 
-    Those are this engine's to write, as far as slots and generations can be paired.
+    Those are this engine's to write; there are none if slots and generations cannot be paired.
     """
     slots, generations = request.blocks.slots.array(), request.blocks.generations.array()
-    nothing = array("H", bytes(2 * len(slots)))
-    chunks = Chunks(slots, generations, nothing, nothing, nothing)
+    zeros = array("H", bytes(2 * len(slots)))
+    chunks = Chunks(slots, generations, zeros, zeros, zeros)
     if len(slots) != len(generations):
         return chunks, ()
-    inside = [i for i in own_chunks(worker, slots) if slots[i] < binding.order.num_slots]
-    return chunks, _still_own(binding, chunks, inside)
+    inside = [i for i in chunks_of_rank(worker, slots) if slots[i] < binding.order.num_slots]
+    return chunks, _writable_now(binding, chunks, inside)
 
 
-def own_chunks(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
-    """Return the numbers of the chunks that this rank writes: replicated ones are, in turns."""
+def chunks_of_rank(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
+    """Return the indices of the chunks that this rank writes.
+
+    Each rank writes its share of every chunk, but of replicated chunks the ranks take turns.
+    """
     if not worker.layout.replicated:
         return range(len(slots))
     size, rank = worker.order.world_size, worker.order.rank
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
-def _items_of(items: "array[int]", which: Sequence[int]) -> "array[int]":
-    """The items of these numbers."""
-    if len(which) == len(items):
-        return items
-    return array(items.typecode, [items[i] for i in which])
+def _select(column: "array[int]", indices: Sequence[int]) -> "array[int]":
+    if len(indices) == len(column):
+        return column
+    return array(column.typecode, [column[i] for i in indices])
 
 
-def _not_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    heads = binding.directory.heads(_items_of(chunks.slots, which))
-    return not_to_write(heads, binding.order.owner, chunks, which)
+def _not_writable_now(binding: Binding, chunks: Chunks, indices: Sequence[int]) -> list[int]:
+    heads = binding.directory.heads(_select(chunks.slots, indices))
+    return not_writable(heads, binding.order.owner, chunks, indices)
 
 
-def _still_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    lost = set(_not_own(binding, chunks, which))
-    return [i for i in which if i not in lost]
+def _writable_now(binding: Binding, chunks: Chunks, indices: Sequence[int]) -> list[int]:
+    lost = set(_not_writable_now(binding, chunks, indices))
+    return [i for i in indices if i not in lost]

@@ -1,12 +1,11 @@
 """The broker's orders and the workers' requests.
 
-Orders say whose memory is here, where their chunks are, what is to stop. Those that wait for jobs,
-such as to release memory that a copy may still touch, are answered when the last of these has
-ended.
+Orders say which memory to map, where a worker's chunks lie, and what to stop. An order that must
+wait for jobs, such as releasing memory that a copy may still touch, is answered once the last of
+them has ended.
 
-Workers ask to join a connection to a worker, for jobs, to cancel or await them. Whatever comes in,
-nothing but its sender is disturbed: a frame that is no request is dropped, one that makes no sense
-is refused.
+Workers request to join a connection to a worker, to run, cancel or await jobs. A bad request
+affects only its sender: a frame that is no request is dropped, an invalid request is refused.
 """
 
 import logging
@@ -14,7 +13,7 @@ import os
 
 from kvd.errors import ImportFailed, LaneError, Refusal
 from kvd.lane.device import Device, Direction
-from kvd.lane.jobs import JobState, LaneJob, refused_chunks
+from kvd.lane.jobs import JobState, LaneJob, abandoned_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reporter
 from kvd.lane.workers import Binding, LaneWorker, WorkerTable, identity_of
 from kvd.logs import set_level
@@ -57,38 +56,32 @@ from kvd_proto.messages import (
 
 _log = logging.getLogger(__name__)
 
-FRAMES_PER_TURN = 64  # of the broker, before the device gets its turn
+FRAMES_PER_TURN = 64  # of the broker, before the loop goes on
 
 
 class OrderHandler:
-    """Carries out what comes over the link.
-
-    Args:
-        reports: where orders come from, answers go, and the ends of jobs that an order has stopped.
-        workers: what orders are about.
-        device: pins the arenas of bound workers.
-        pool_bytes: size of the pool.
+    """Executes the orders that come over the link, which the reporter has.
 
     Attributes:
-        bindings: BindWorker orders that came, executed or not.
+        num_bindings: BindWorker orders received, executed or not.
     """
 
     def __init__(
-        self, reports: Reporter, workers: WorkerTable, device: Device, pool_bytes: int
+        self, reporter: Reporter, workers: WorkerTable, device: Device, pool_bytes: int
     ) -> None:
-        self._reports = reports
-        self._link = reports.link
-        self._runner = reports.runner
+        self._reporter = reporter
+        self._link = reporter.link
+        self._runner = reporter.runner
         self._workers = workers
         self._device = device
         self._pool_bytes = pool_bytes
-        self.bindings = 0
+        self.num_bindings = 0
 
-    def read(self) -> None:
-        """Carry out what has come, some of it where it is much.
+    def read_orders(self) -> None:
+        """Execute the orders that have come, at most `FRAMES_PER_TURN`.
 
         Raises:
-            EOFError: the broker is gone.
+            EOFError: the broker has exited.
         """
         link = self._link
         link.flush()
@@ -96,8 +89,8 @@ class OrderHandler:
             try:
                 received = link.receive()
             except DescriptorsLost as error:
-                close_all(link.take_descriptors())  # those that there was room for
-                self._refuse(error)
+                close_all(link.take_descriptors())  # those received before the limit
+                self._refuse_order(error)
                 continue
             if received is None:
                 if link.more:
@@ -106,15 +99,15 @@ class OrderHandler:
             frame, fds = received
             try:
                 _, message = LINK.decode(frame)
-                self.carry_out(message, fds)
+                self.execute(message, fds)
             except DecodeError:
-                _log.exception("a frame of the link makes no sense")
+                _log.exception("a frame of the link cannot be decoded")
             finally:
                 close_all(fds)
-            self._reports.report_ended()
+            self._reporter.report_ended()
 
-    def carry_out(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """One order. The descriptors stay the caller's."""
+    def execute(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Execute one order. The descriptors stay the caller's."""
         match message:
             case ImportWorker():
                 self._import(message, fds)
@@ -124,13 +117,13 @@ class OrderHandler:
                 worker = self._workers.by_session(message.session)
                 if worker is not None:
                     worker.binding = None
-                    self._stop_all(worker, "the engine is no longer complete")
+                    self._stop_jobs(worker, "the engine is no longer complete")
             case ReleaseWorker():
                 self._release(message)
             case Revoke():
                 self._revoke(message)
             case LanePing():
-                self._answer_broker()
+                self._answer_ping()
             case StopLane():
                 self._runner.stopping = True
             case LaneLog():
@@ -138,88 +131,88 @@ class OrderHandler:
             case _:
                 _log.error("%s is no order", type(message).__name__)
 
-    def _refuse(self, error: DescriptorsLost) -> None:
-        """Refuse an order whose descriptors could not be received."""
+    def _refuse_order(self, error: DescriptorsLost) -> None:
+        """Answer an order whose descriptors could not be received."""
         _, message = LINK.decode(error.frame)
         if isinstance(message, ImportWorker):
-            self._not_imported(message, f"{error}; {open_files_remedy()}", out_of_files=True)
+            self._report_import_error(message, f"{error}; {open_files_remedy()}", out_of_files=True)
             return
-        if isinstance(message, BindWorker):  # the broker counts it; the worker stays unbound
-            self.bindings += 1
-        _log.error("%s is left out: %s", type(message).__name__, error)
+        if isinstance(message, BindWorker):  # the broker counts them; the worker stays unbound
+            self.num_bindings += 1
+        _log.error("%s is not executed: %s", type(message).__name__, error)
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
-        self._reports.tell_broker(Importing(session=message.session))
+        self._reporter.send_to_broker(Importing(session=message.session))
         try:
-            worker = self._workers.add(message, fds)
+            worker = self._workers.import_worker(message, fds)
         except ImportFailed as error:
             if is_out_of_files(error.__cause__):
                 text = f"{error}; {open_files_remedy()}"
-                self._not_imported(message, text, out_of_files=True)
+                self._report_import_error(message, text, out_of_files=True)
             else:
-                self._not_imported(message, str(error))
+                self._report_import_error(message, str(error))
             return
         _log.info("imported the memory of %s", worker.identity, extra=worker.identity.fields)
         answer = Imported(session=message.session, error="", attempt=message.attempt)
-        self._reports.tell_broker(answer)
+        self._reporter.send_to_broker(answer)
 
-    def _not_imported(
+    def _report_import_error(
         self, message: ImportWorker, error: str, *, out_of_files: bool = False
     ) -> None:
-        who = identity_of(message)
-        _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
+        identity = identity_of(message)
+        _log.warning("%s: memory not imported: %s", identity, error, extra=identity.fields)
         answer = Imported(
             session=message.session,
             error=error[:TEXT_LIMIT],
             attempt=message.attempt,
             out_of_files=out_of_files,
         )
-        self._reports.tell_broker(answer)
+        self._reporter.send_to_broker(answer)
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
-        self.bindings += 1
+        self.num_bindings += 1
         worker = self._workers.by_session(message.session)
-        if worker is None or worker.leaving:
-            fields = {"session": message.session}
-            _log.warning("session %d is to be bound and is not here", message.session, extra=fields)
+        if worker is None or worker.is_leaving:
+            text = "session %d cannot be bound: its memory is not mapped here"
+            _log.warning(text, message.session, extra={"session": message.session})
             return
         try:
             binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
-            # Unbound, its jobs are refused.
+            # The worker stays unbound, so its jobs are refused.
             _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)
             return
         worker.binding = binding
         end = message.arena_base + binding.slot_bytes * message.num_slots
-        self._device.use_arena(worker.memory, message.arena_base, end)
+        self._device.pin_arena(worker.memory, message.arena_base, end)
 
     def _release(self, message: ReleaseWorker) -> None:
         worker = self._workers.by_session(message.session)
         if worker is None:
-            self._reports.tell_broker(Released(session=message.session))
+            self._reporter.send_to_broker(Released(session=message.session))
             return
-        worker.leaving = True
-        jobs = self._stop_all(worker, "the worker is gone")
+        worker.is_leaving = True
+        jobs = self._stop_jobs(worker, "the worker is gone")
 
         def release() -> None:
-            if self._workers.by_session(message.session) is worker:  # no order before did it
-                self._reports.part(worker)
-                self._workers.remove(worker)
-                _log.info(
-                    "released the memory of %s", worker.identity, extra=worker.identity.fields
-                )
-            self._reports.tell_broker(Released(session=message.session))
+            # An earlier order may have released the worker.
+            if self._workers.by_session(message.session) is worker:
+                self._reporter.detach(worker)
+                self._workers.release(worker)
+                identity = worker.identity
+                _log.info("released the memory of %s", identity, extra=identity.fields)
+            self._reporter.send_to_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)
 
-    def _stop_all(self, worker: LaneWorker, reason: str) -> list[LaneJob]:
+    def _stop_jobs(self, worker: LaneWorker, reason: str) -> list[LaneJob]:
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, reason)
         return jobs
 
     def _revoke(self, message: Revoke) -> None:
-        """Stop jobs that write to these slots; those not started find them DRAINING."""
+        """Stop stores that write to these slots. Those that start later find the slots DRAINING."""
         slots = set(message.slots.numpy().tolist())
         writing = [
             job
@@ -234,39 +227,34 @@ class OrderHandler:
         answer = Revoked(
             namespace=message.namespace, slots=message.slots, generations=message.generations
         )
-        self._runner.when_ended(writing, lambda: self._reports.tell_broker(answer))
+        self._runner.when_ended(writing, lambda: self._reporter.send_to_broker(answer))
 
-    def _answer_broker(self) -> None:
-        self._reports.tell_broker(
+    def _answer_ping(self) -> None:
+        self._reporter.send_to_broker(
             LanePong(
-                **self._runner.figures(),
+                **self._runner.gauges(),
                 workers=len(self._workers),
                 pinned_bytes=self._device.pinned_bytes,
-                counters=self._reports.counted,
+                counters=self._reporter.counters,
             )
         )
 
 
 class RequestHandler:
-    """Serves what comes over the workers' connections.
+    """Serves the requests that come over workers' connections."""
 
-    Args:
-        reports: where answers go; of the runner that takes the jobs.
-        workers: who may ask.
-    """
-
-    def __init__(self, reports: Reporter, workers: WorkerTable) -> None:
-        self._reports = reports
-        self._runner = reports.runner
+    def __init__(self, reporter: Reporter, workers: WorkerTable) -> None:
+        self._reporter = reporter
+        self._runner = reporter.runner
         self._workers = workers
 
     def serve(self, received: Received) -> None:
-        """Serve one message, then report what ended by it."""
+        """Serve one request, then report the jobs that it has ended."""
         client, frame, _ = received
         try:
             header = REQUESTS.decode_header(frame)
         except DecodeError as error:
-            self._reports.counts.dropped_frames += 1
+            self._reporter.counts.dropped_frames += 1
             pid, uid = client.peer.pid, client.peer.uid
             _log.warning("a message of pid %d, uid %d, cannot be read: %s", pid, uid, error)
             return
@@ -277,25 +265,25 @@ class RequestHandler:
             if worker is None:
                 self._join(client, request_id, message)
             else:
-                self._carry_out(worker, client, request_id, message)
+                self._execute(worker, client, request_id, message)
         except Refusal as error:
             self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
-            self._reports.reply(client, request_id, decode_error_reply(error))
-        except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
+            self._reporter.reply(client, request_id, decode_error_reply(error))
+        except Exception:  # noqa: BLE001  # one request must not end the lane of all engines
             _log.exception("request %d could not be served", request_id)
             text = "a bug in the lane; its log has the details"
             self._refuse(client, request_id, ErrorCode.INTERNAL, text)
-        self._reports.report_ended()
+        self._reporter.report_ended()
 
     def _refuse(self, client: Client, request_id: int, code: ErrorCode, text: str) -> None:
-        self._reports.reply(client, request_id, Error(code=code, text=text))
+        self._reporter.reply(client, request_id, Error(code=code, text=text))
 
     def _join(self, client: Client, request_id: int, message: Message) -> None:
-        """Make a connection the worker's that its first request names.
+        """Attach a connection to the worker whose token its first request names.
 
-        The jobs of its connection before are stopped, and the answer comes when they have ended: a
-        Done that was sent there may be lost, but nothing of these jobs moves any more.
+        Jobs of the worker's previous connection are stopped, and the reply is sent once they have
+        ended. A Done sent on that connection may be lost, but nothing of these jobs moves any more.
         """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"
@@ -303,30 +291,30 @@ class RequestHandler:
         worker = self._workers.by_token(message.token)
         if worker is None:
             raise Refusal(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
-        self._reports.join(client, worker)
+        self._reporter.attach(client, worker)
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, "the worker has joined anew")
-        reply = self._reports.reply
+        reply = self._reporter.reply
         self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
 
-    def _carry_out(
+    def _execute(
         self, worker: LaneWorker, client: Client, request_id: int, message: Message
     ) -> None:
         match message:
             case Store() | Load():
-                self._job(worker, message, request_id)
+                self._submit(worker, message, request_id)
             case Ping():
-                self._reports.reply(client, request_id, Pong(pid=os.getpid()))
+                self._reporter.reply(client, request_id, Pong(pid=os.getpid()))
             case Cancel():
-                for job in self._runner.find(worker, message.jobs):
+                for job in self._runner.find_jobs(worker, message.jobs):
                     self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-                self._reports.reply(client, request_id, Ok())
+                self._reporter.reply(client, request_id, Ok())
             case Wait():
-                jobs = self._runner.find(worker, message.jobs)
+                jobs = self._runner.find_jobs(worker, message.jobs)
                 for job in jobs:
                     self._runner.prioritize(job)
-                reply = self._reports.reply
+                reply = self._reporter.reply
                 self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
             case Join():
                 raise Refusal(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
@@ -334,12 +322,12 @@ class RequestHandler:
                 text = f"a lane serves jobs, not {type(message).__name__}"
                 raise Refusal(ErrorCode.BAD_STATE, text)
 
-    def _job(self, worker: LaneWorker, request: Job, request_id: int) -> None:
+    def _submit(self, worker: LaneWorker, request: Job, request_id: int) -> None:
         try:
             self._runner.submit(worker, request, request_id)
         except (JobShapeError, LaneError) as error:
-            self._reports.refuse_job(worker, request, request_id, str(error))
-            shapeless = isinstance(error, JobShapeError) and isinstance(request, Store)
-            if shapeless and worker.binding is not None:
-                chunks, which = refused_chunks(worker, worker.binding, request)
-                self._reports.shares.add(worker, worker.binding, chunks, which, ok=False)
+            self._reporter.refuse_job(worker, request, request_id, str(error))
+            is_misshaped_store = isinstance(error, JobShapeError) and isinstance(request, Store)
+            if is_misshaped_store and worker.binding is not None:
+                chunks, indices = abandoned_chunks(worker, worker.binding, request)
+                self._reporter.shares.add(worker, worker.binding, chunks, indices, ok=False)

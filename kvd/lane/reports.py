@@ -1,10 +1,9 @@
-"""What the lane reports: replies and the Done of every ended job to workers, shares to the broker.
+"""Messages that the lane sends: replies and Dones to workers, stored shares to the broker.
 
-To wake the broker costs more than a small copy, so shares wait for others for a millisecond, and
-until the piece that is being copied has moved. Those of many jobs travel in one message: to read
-one costs the broker as much as the rest of what it does for a share. The broker is sent nothing
-newer than a share that still waits: what was written is reported before anything that depends on
-it.
+Waking the broker costs more than a small copy, so shares wait for others for a millisecond, and
+until the current piece has moved. Shares of many jobs travel in one message, since reading one
+costs the broker as much as everything else it does for a share. All other messages to the broker
+go behind the shares that wait: a write is reported before anything that depends on it.
 """
 
 import time
@@ -29,22 +28,22 @@ from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
 SHARES_WAIT_MS = 1
-PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
-_WIDTHS = (4, 8, 2, 2, 2)  # bytes of one item of each column of Chunks
-_Whose: TypeAlias = tuple[int, int, bytes, bool]
-"""Session, rank, namespace, and whether they were stored."""
+SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
+_ITEM_BYTES = (4, 8, 2, 2, 2)  # of each column of Chunks
+_ShareKey: TypeAlias = tuple[int, int, bytes, bool]
+"""Session, rank, namespace, and whether the chunks were stored."""
 
 
 class ShareBuffer:
-    """What the broker is not told yet, in the order in which it happened to each worker."""
+    """Shares to report to the broker, in order for each worker."""
 
     def __init__(self) -> None:
-        self._kept: dict[_Whose, list[Chunks]] = {}
+        self._pending: dict[_ShareKey, list[Chunks]] = {}
         self._since = 0.0
 
     @property
-    def waited(self) -> float:
-        """Seconds since the first of these was added."""
+    def age_seconds(self) -> float:
+        """Seconds since the first pending share was added."""
         return time.monotonic() - self._since
 
     def add(
@@ -52,39 +51,39 @@ class ShareBuffer:
         worker: LaneWorker,
         binding: Binding,
         chunks: Chunks,
-        which: Sequence[int],
+        indices: Sequence[int],
         *,
         ok: bool,
     ) -> None:
-        """Add a job's chunks of these numbers: stored, or, where not `ok`, given up."""
-        if not which:
+        """Add these of a job's chunks: stored, or given up if not `ok`."""
+        if not indices:
             return
-        if not self._kept:
+        if not self._pending:
             self._since = time.monotonic()
-        whose = worker.order.session, worker.order.rank, binding.order.namespace, ok
-        if len(which) < len(chunks):
+        key = worker.order.session, worker.order.rank, binding.order.namespace, ok
+        if len(indices) < len(chunks):
             chunks = Chunks(
-                *(array(column.typecode, [column[i] for i in which]) for column in chunks.columns)
+                *(array(column.typecode, [column[i] for i in indices]) for column in chunks.columns)
             )
-        self._kept.setdefault(whose, []).append(chunks)
+        self._pending.setdefault(key, []).append(chunks)
 
     def take(self) -> list[ShareDone]:
-        """The messages that tell all of it; nothing waits then."""
-        taken, self._kept = self._kept, {}
-        return [message for whose, kept in taken.items() for message in _messages(whose, kept)]
+        """Return all pending shares as messages, and forget them."""
+        pending, self._pending = self._pending, {}
+        return [message for key, parts in pending.items() for message in _messages(key, parts)]
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._pending)
 
 
-def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
-    session, rank, namespace, ok = whose
-    joined = [b"".join(column) for column in zip(*(one.columns for one in kept), strict=True)]
-    count = sum(map(len, kept))
-    for begin in range(0, count, PER_MESSAGE):
+def _messages(key: _ShareKey, parts: Sequence[Chunks]) -> Iterator[ShareDone]:
+    session, rank, namespace, ok = key
+    joined = [b"".join(column) for column in zip(*(part.columns for part in parts), strict=True)]
+    count = sum(map(len, parts))
+    for begin in range(0, count, SHARES_PER_MESSAGE):
         columns = [
-            column[begin * width : (begin + PER_MESSAGE) * width]
-            for column, width in zip(joined, _WIDTHS, strict=True)
+            column[begin * nbytes : (begin + SHARES_PER_MESSAGE) * nbytes]
+            for column, nbytes in zip(joined, _ITEM_BYTES, strict=True)
         ]
         yield ShareDone(
             session=session,
@@ -100,14 +99,10 @@ def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
 
 
 class Reporter:
-    """Everything that the lane sends but for its first message, and what it counts.
+    """Sends all messages of the lane but its first, and counts.
 
-    Attributes:
-        server: of the workers' connections.
-        link: to the broker.
-        runner: whose jobs are reported.
-        counts: since the lane's start; see `counted`.
-        shares: that have not been sent.
+    `server` has the workers' connections, `link` leads to the broker, `runner` has the jobs.
+    `counts` are since the lane's start; `shares` are not sent yet.
     """
 
     def __init__(self, server: Server, link: Channel, runner: Runner) -> None:
@@ -117,27 +112,28 @@ class Reporter:
         self.counts = LaneCounts()
         server.limits = self.counts.limits
         self._stages = {
-            way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
+            direction: [self.counts.stages[f"{direction}_{stage}"] for stage in STAGES]
+            for direction in Direction
         }
         self.shares = ShareBuffer()
 
     # ---------------------------------------------------------- to workers
 
-    def join(self, client: Client, worker: LaneWorker) -> None:
-        """Make a connection the worker's; end the one before it, with what was not read there."""
+    def attach(self, client: Client, worker: LaneWorker) -> None:
+        """Make this the worker's connection; end its previous one, with unread replies."""
         if worker.client is not None:
             self.server.end(worker.client)
         worker.client = client
         self.server.adopt(client, worker)
 
-    def part(self, worker: LaneWorker) -> None:
-        """Part the worker from its connection; requests there get `bad_session`."""
+    def detach(self, worker: LaneWorker) -> None:
+        """Separate the worker from its connection; requests there get `bad_session`."""
         if worker.client is not None:
             self.server.adopt(worker.client, None)
             worker.client = None
 
-    def note_connections(self) -> None:
-        """Note which connections have ended."""
+    def forget_ended_connections(self) -> None:
+        """Detach workers from connections that have ended."""
         server = self.server
         server.accepted.clear()
         while server.ended:
@@ -147,7 +143,7 @@ class Reporter:
                 worker.client = None
 
     def report_ended(self) -> None:
-        """Report every job that has ended, then do what waited for it."""
+        """Report every job that has ended, then run the callbacks that waited for it."""
         for job in self.runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
@@ -161,19 +157,19 @@ class Reporter:
             self.reply(job.worker.client, job.request_id, done)
             if status is JobStatus.OK:
                 self._count_stages(job, self.runner.clock())
-            # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
+            # After the reply, since the worker waits for that.
             if job.direction is Direction.STORE:
                 ok = status is JobStatus.OK
-                which = job.to_report(ok=ok)
-                self.shares.add(job.worker, job.binding, job.chunks, which, ok=ok)
-        for action in self.runner.take_due():
-            action()
+                indices = job.reportable_indices(ok=ok)
+                self.shares.add(job.worker, job.binding, job.chunks, indices, ok=ok)
+        for callback in self.runner.take_due_callbacks():
+            callback()
 
     def refuse_job(self, worker: LaneWorker, request: Job, request_id: int, text: str) -> None:
-        """Answer that a job is not taken, and why."""
-        way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
+        """Answer that a job is refused, and why."""
+        direction = Direction.LOAD if isinstance(request, Load) else Direction.STORE
         status = JobStatus.REFUSED
-        self.counts.jobs[f"{way}_{status}"] += 1
+        self.counts.jobs[f"{direction}_{status}"] += 1
         done = Done(job=request.job, status=status, text=text[:TEXT_LIMIT], bytes=0, copy_ns=0)
         self.reply(worker.client, request_id, done)
 
@@ -194,14 +190,14 @@ class Reporter:
             job.ended_ns - job.started_ns,
             reported_ns - job.ended_ns,
         )
-        for stage, spent in zip(self._stages[job.direction], nanoseconds, strict=True):
-            stage.observe(spent / 1e9)
+        for stage, duration in zip(self._stages[job.direction], nanoseconds, strict=True):
+            stage.observe(duration / 1e9)
 
     def reply(self, client: Client | None, request_id: int, message: Message) -> None:
-        """Answer a request. Never waits.
+        """Answer a request, without waiting.
 
-        The connection of a worker that does not read ends with the first answer that is dropped:
-        the worker joins anew, and learns so that the jobs from before have ended.
+        If the worker does not read, the reply is dropped and its connection ended. The worker then
+        joins again, and so learns that its jobs have ended.
         """
         if client is None or not self.server.send(client, WIRE.encode(message, request_id)):
             self.counts.dropped_replies += 1
@@ -211,32 +207,32 @@ class Reporter:
     # ------------------------------------------------------- to the broker
 
     @property
-    def counted(self) -> dict[str, Any]:
-        """The counts by name, with connections that were closed because they speak no ZMTP."""
-        dropped = self.counts.dropped_frames + self.server.dropped
-        counted: dict[str, Any] = msgspec.to_builtins(replace(self.counts, dropped_frames=dropped))
-        return counted
+    def counters(self) -> dict[str, Any]:
+        """The counts by name; dropped frames include connections that do not speak ZMTP."""
+        dropped = self.counts.dropped_frames + self.server.num_invalid
+        counters: dict[str, Any] = msgspec.to_builtins(replace(self.counts, dropped_frames=dropped))
+        return counters
 
-    def tell_broker(self, message: Message) -> None:
-        """Send a message, after the shares that wait.
+    def send_to_broker(self, message: Message) -> None:
+        """Send the pending shares, then a message.
 
         Raises:
-            ChannelFull: the broker does not read what it must know.
-            EOFError: it is gone.
+            ChannelFull: the broker does not read; no message to it may be dropped.
+            EOFError: the broker has exited.
         """
         self.send_shares()
         self.link.send(LINK.encode(message))
 
     def send_shares(self) -> None:
-        """Send the shares that wait.
+        """Send the pending shares.
 
         Raises:
-            ChannelFull, EOFError: see `tell_broker`.
+            ChannelFull, EOFError: see `send_to_broker`.
         """
         for share in self.shares.take():
             self.link.send(LINK.encode(share))
 
     @property
     def shares_due(self) -> bool:
-        """Whether shares wait and have waited enough."""
-        return bool(self.shares) and self.shares.waited >= SHARES_WAIT_MS / 1e3
+        """Whether shares are pending and have waited long enough."""
+        return bool(self.shares) and self.shares.age_seconds >= SHARES_WAIT_MS / 1e3

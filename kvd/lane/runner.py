@@ -1,6 +1,6 @@
-"""Runs jobs on a device: admits, starts, feeds pieces, stops, ends.
+"""All jobs of a lane: it admits them, starts them, submits their pieces, and ends them.
 
-No sockets: what has ended is taken by the caller, who reports it.
+No sockets: the caller takes the jobs that have ended, and reports them.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.device import NO_RUNS, CompletedTransfer, Device, Direction, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, needs_control_page, outside
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, check_pinned, needs_control_page
 from kvd.lane.queue import JobQueue, QueueLimits
 from kvd.lane.workers import LaneWorker
 from kvd_proto.errors import JobShapeError
@@ -21,16 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class Runner:
-    """All jobs of a lane.
-
-    Args:
-        device: where the bytes are moved.
-        limits: per engine, of what waits.
-        clock: monotonic nanoseconds.
+    """All jobs of a lane. `limits` are of each engine's queue.
 
     Attributes:
-        stopping: no more jobs are taken; the loop ends when those that are here have ended.
-        last_way: of the piece that the device was given last.
+        clock: monotonic nanoseconds.
+        stopping: no more jobs are accepted; the loop ends once the present ones have ended.
+        last_direction: of the last piece submitted.
     """
 
     def __init__(
@@ -44,26 +40,26 @@ class Runner:
         self.clock = clock
         self._queue: JobQueue[LaneJob] = JobQueue(limits)
         self._jobs: dict[tuple[LaneWorker, int], LaneJob] = {}
-        self._next_deadline = math.inf  # none is earlier
+        self._next_deadline = math.inf  # a lower bound
         self._ended: list[LaneJob] = []
-        self._waiting: list[tuple[Collection[LaneJob], Callable[[], None]]] = []
-        self.last_way = Direction.STORE
+        self._callbacks: list[tuple[Collection[LaneJob], Callable[[], None]]] = []
+        self.last_direction = Direction.STORE
 
     # ------------------------------------------------------------ requests
 
     def submit(self, worker: LaneWorker, request: Job, request_id: int) -> None:
-        """Take a job. It may end at once, as refused.
+        """Accept a job. It may end at once.
 
         Raises:
             JobShapeError: its blocks do not fit the worker's layout or arena, a store names a
                 slot twice, or it needs a control page and the worker has none.
-            LaneError: the lane is stopping, the job's worker has no binding, or its number is in
+            LaneError: the lane is stopping, the worker has no binding, or the job's number is in
                 use.
         """
         if self.stopping:
             raise LaneError("the lane is stopping")
         binding = worker.binding
-        if binding is None or worker.leaving:
+        if binding is None or worker.is_leaving:
             raise LaneError("this worker's engine is not complete: no jobs are taken")
         if (worker, request.job) in self._jobs:
             raise LaneError(f"job {request.job} of this session has not ended")
@@ -90,141 +86,142 @@ class Runner:
         )
         self._jobs[worker, request.job] = job
         self._next_deadline = min(self._next_deadline, job.deadline_ns)
-        for victim in self._queue.push(job):
-            self.stop(victim, JobStatus.SHED, self._queue.full_text(binding.order.owner))
+        for shed_job in self._queue.push(job):
+            self.stop(shed_job, JobStatus.SHED, self._queue.full_text(binding.order.owner))
 
     def stop(self, job: LaneJob, status: JobStatus, text: str) -> None:
-        """End a job as soon as nothing of it moves any more; that may be now."""
+        """End a job once nothing of it moves any more, which may be now."""
         if job.state in (JobState.DRAINING, JobState.ENDED):
             return
         job.outcome = (status, text)
         self._queue.remove(job)
-        job.state = JobState.DRAINING if job.in_flight else JobState.ENDED
-        self._settle(job)
+        job.state = JobState.DRAINING if job.pieces_in_flight else JobState.ENDED
+        self._retire_if_ended(job)
 
     def prioritize(self, job: LaneJob) -> None:
-        """Let a job that is waited for go first."""
+        """Put a job that a worker waits for before others."""
         self._queue.prioritize(job)
 
-    def when_ended(self, jobs: Collection[LaneJob], action: Callable[[], None]) -> None:
-        """Let `take_due` return `action` once all of `jobs` have ended."""
-        self._waiting.append((jobs, action))
+    def when_ended(self, jobs: Collection[LaneJob], callback: Callable[[], None]) -> None:
+        """Have `take_due_callbacks` return `callback` once all of `jobs` have ended."""
+        self._callbacks.append((jobs, callback))
 
-    # ------------------------------------------------------------ the work
+    # ------------------------------------------------------------ work
 
-    def turn(self) -> bool:
-        """Expire, start and feed jobs, look at the device; whether anything moved on.
+    def run_once(self) -> bool:
+        """Time out, start and submit jobs, then poll the device; return whether anything moved on.
 
-        A piece is short while others wait for its direction, so that turns come round quickly,
-        and else long. What comes later waits for what the device was given before it: for as many
-        bytes as that has in flight in one direction, whatever the pieces.
+        A piece is short while other jobs wait for its direction, so that turns come round quickly,
+        and long otherwise. The device's bytes in flight, not the size of pieces, bound how long a
+        new job waits.
         """
         now = self.clock()
         if now >= self._next_deadline:
             for job in self:
                 if job.deadline_ns <= now:
                     self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
-            open_ = (job.deadline_ns for job in self if job.deadline_ns > now)
-            self._next_deadline = min(open_, default=math.inf)
-        moved = bool(len(self._queue)) and self._feed_all(now)
-        for finished in self._device.progress():
-            self._piece_done(finished)
+            deadlines = (job.deadline_ns for job in self if job.deadline_ns > now)
+            self._next_deadline = min(deadlines, default=math.inf)
+        moved = bool(len(self._queue)) and self._submit_pieces(now)
+        for completed in self._device.progress():
+            self._complete_piece(completed)
             moved = True
         return moved
 
     def take_ended(self) -> list[LaneJob]:
-        """Jobs that have ended since the last call, in order."""
+        """Return the jobs that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 
-    def take_due(self) -> list[Callable[[], None]]:
-        """What was to wait for jobs that have all ended, and were taken before."""
-        if not self._waiting:
+    def take_due_callbacks(self) -> list[Callable[[], None]]:
+        """Return callbacks of `when_ended` whose jobs have all ended."""
+        if not self._callbacks:
             return []
-        due, waiting = [], []
-        for jobs, action in self._waiting:
+        due, pending = [], []
+        for jobs, callback in self._callbacks:
             if any(job.unfinished for job in jobs):
-                waiting.append((jobs, action))
+                pending.append((jobs, callback))
             else:
-                due.append(action)
-        self._waiting = waiting
+                due.append(callback)
+        self._callbacks = pending
         return due
 
-    # ------------------------------------------------------------- looking
+    # ------------------------------------------------------------ queries
 
-    def find(self, worker: LaneWorker, numbers: Iterable[int]) -> list[LaneJob]:
-        """A worker's unfinished jobs of these numbers, each once."""
-        found = (self._jobs.get((worker, number)) for number in dict.fromkeys(numbers))
-        return [job for job in found if job is not None]
+    def find_jobs(self, worker: LaneWorker, numbers: Iterable[int]) -> list[LaneJob]:
+        """Return a worker's unfinished jobs of these numbers, each once."""
+        jobs = (self._jobs.get((worker, number)) for number in dict.fromkeys(numbers))
+        return [job for job in jobs if job is not None]
 
     def jobs_of(self, worker: LaneWorker) -> list[LaneJob]:
-        """A worker's unfinished jobs."""
+        """Return a worker's unfinished jobs."""
         return [job for job in self if job.worker is worker]
 
     def __iter__(self) -> Iterator[LaneJob]:
-        """All unfinished jobs."""
+        """Iterate over all unfinished jobs."""
         return iter(list(self._jobs.values()))
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def figures(self) -> dict[str, int]:
-        """Jobs that have not started, for how long the oldest waits, bytes that the device has."""
-        waiting = [job.accepted_ns for job in self if job.state is JobState.QUEUED]
+    def gauges(self) -> dict[str, int]:
+        """Return the number of queued jobs, the age of the oldest, and the bytes in flight."""
+        accepted = [job.accepted_ns for job in self if job.state is JobState.QUEUED]
         now = self.clock()
         return {
-            "queued_jobs": len(waiting),
-            "oldest_job_ns": now - min(waiting, default=now),
-            "bytes_in_flight": sum(job.in_flight_bytes for job in self),
+            "queued_jobs": len(accepted),
+            "oldest_job_ns": now - min(accepted, default=now),
+            "bytes_in_flight": sum(job.bytes_in_flight for job in self),
         }
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where jobs, queue and transfers disagree."""
+        """Raise IntegrityError if jobs, queue and transfers disagree."""
         self._queue.check_integrity()
-        if sum(job.in_flight for job in self) != self._device.in_flight:
-            raise IntegrityError(f"{self!r}: jobs and transfers in flight differ")
+        if sum(job.pieces_in_flight for job in self) != self._device.in_flight:
+            raise IntegrityError(f"{len(self)} jobs and the device differ in transfers in flight")
         queued = set(self._queue)
         for job in self:
-            waits = job in queued
-            if job.state is JobState.QUEUED and not waits:
+            is_queued = job in queued
+            if job.state is JobState.QUEUED and not is_queued:
                 raise IntegrityError(f"{job!r} is queued nowhere")
-            if job.state is JobState.DRAINING and (waits or not job.in_flight):
+            if job.state is JobState.DRAINING and (is_queued or not job.pieces_in_flight):
                 raise IntegrityError(f"{job!r} drains nothing, or waits for a turn")
 
-    # ------------------------------------------------------------- details
+    # ------------------------------------------------------------ details
 
-    def _feed_all(self, now: int) -> bool:
-        """Give the device what it has room for; whether that was anything."""
-        queue, has_room, reached = self._queue, self._device.has_room, _reached(now)
-        fed = False
+    def _submit_pieces(self, now: int) -> bool:
+        """Submit pieces while the device has room; return whether there were any."""
+        queue, has_room, may_start = self._queue, self._device.has_room, _start_check(now)
+        submitted = False
         while len(queue):
             loads, stores = has_room(Direction.LOAD), has_room(Direction.STORE)
-            head = queue.next(reached, loads=loads, stores=stores)
-            if head is None:
+            job = queue.next(may_start, loads=loads, stores=stores)
+            if job is None:
                 break
-            self._feed(head)
-            fed = True
-        return fed
+            self._advance(job)
+            submitted = True
+        return submitted
 
-    def _feed(self, job: LaneJob) -> None:
-        """Give the device the job's next piece, if it still may move."""
+    def _advance(self, job: LaneJob) -> None:
+        """Start the job if it is queued, then submit its next piece; stop it if it may not move."""
         if job.state is JobState.QUEUED and not self._start(job):
             return
-        if not job.all_given:
-            if job.void:
+        if not job.all_submitted:
+            if job.is_void:
                 self.stop(job, JobStatus.VOID, VOID_TEXT)
                 return
             self._submit_piece(job)
-        if job.all_given:
+        if job.all_submitted:
             self._queue.remove(job)
-            self._conclude(job)
+            self._complete_if_moved(job)
 
     def _start(self, job: LaneJob) -> bool:
-        job.leave_out_lost()
-        refusal = job.objection() or outside(job, self._device)
+        """Check the job's slots and prepare its runs; stop it and return False if either fails."""
+        job.drop_lost_chunks()
+        refusal = job.check_slots() or check_pinned(job, self._device)
         if refusal is None:
             try:
-                job.plan(self._device)
+                job.prepare(self._device)
             except JobShapeError as error:
                 refusal = (JobStatus.REFUSED, str(error))
             except LaneError as error:
@@ -238,83 +235,87 @@ class Runner:
         return True
 
     def _submit_piece(self, job: LaneJob) -> None:
-        device, way = self._device, job.direction
-        end, nbytes = job.moves.piece(job.given, device.bulk_bytes[way])
-        short = device.piece_bytes[way]
-        if nbytes > short and (job.layer_ends or self._queue.is_contended(job)):
-            end, nbytes = job.moves.piece(job.given, short)
+        device, direction, begin = self._device, job.direction, job.num_submitted
+        end, nbytes = job.runs.next_piece(begin, device.bulk_bytes[direction])
+        short_bytes = device.piece_bytes[direction]
+        if nbytes > short_bytes and (job.layer_ends or self._queue.is_contended(job)):
+            end, nbytes = job.runs.next_piece(begin, short_bytes)
+        memory = job.worker.memory
         try:
-            device.submit(Transfer(job, job.worker.memory, way, job.moves, job.given, end, nbytes))
+            device.submit(Transfer(job, memory, direction, job.runs, begin, end, nbytes))
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
-        self.last_way = way
-        job.given = end
-        job.in_flight += 1
-        job.in_flight_bytes += nbytes
+        self.last_direction = direction
+        job.num_submitted = end
+        job.pieces_in_flight += 1
+        job.bytes_in_flight += nbytes
 
-    def _piece_done(self, finished: CompletedTransfer) -> None:
-        job: LaneJob = finished.transfer.job
-        job.in_flight -= 1
-        job.in_flight_bytes -= finished.transfer.nbytes
-        job.moved_bytes += finished.nbytes
-        job.copy_ns += finished.nanoseconds
-        if finished.error:
+    def _complete_piece(self, completed: CompletedTransfer) -> None:
+        """Count a transfer that has ended; report layers, or end the job if that was its last."""
+        job: LaneJob = completed.transfer.job
+        job.pieces_in_flight -= 1
+        job.bytes_in_flight -= completed.transfer.nbytes
+        job.moved_bytes += completed.nbytes
+        job.copy_ns += completed.nanoseconds
+        if completed.error:
             fields = {**job.worker.identity.fields, "job": job.request.job}
-            _log.error("%r failed: %s", job, finished.error, extra=fields)
-            self.stop(job, JobStatus.FAILED, finished.error)
+            _log.error("%r failed: %s", job, completed.error, extra=fields)
+            self.stop(job, JobStatus.FAILED, completed.error)
         elif job.layer_ends:
-            self._tell_layers(job)
-        if job.state is JobState.DRAINING and not job.in_flight:
+            self._report_layers(job)
+        if job.state is JobState.DRAINING and not job.pieces_in_flight:
             job.state = JobState.ENDED
-            self._settle(job)
+            self._retire_if_ended(job)
         else:
-            self._conclude(job)
+            self._complete_if_moved(job)
 
     @staticmethod
-    def _tell_layers(job: LaneJob) -> None:
-        """Tell the worker of layers that are in, while the chunks are the job's own."""
-        arrived = bisect_right(job.layer_ends, job.moved_bytes)
-        if job.state is JobState.COPYING and arrived > job.layers_told and job.objection() is None:
-            job.layers_told = arrived
-            job.worker.control.set_layers(job.progress_word, arrived)
+    def _report_layers(job: LaneJob) -> None:
+        """Write to the control page which layers have arrived, if the slots are still valid."""
+        num_layers = bisect_right(job.layer_ends, job.moved_bytes)
+        if (
+            job.state is JobState.COPYING
+            and num_layers > job.num_layers_reported
+            and job.check_slots() is None
+        ):
+            job.num_layers_reported = num_layers
+            job.worker.control.set_layers(job.progress_word, num_layers)
 
-    def _conclude(self, job: LaneJob) -> None:
-        """End a job all of whose bytes have moved: as good, if its chunks are still its own."""
-        if job.state is JobState.COPYING and not job.in_flight and job.all_given:
-            job.outcome = job.objection() or (JobStatus.OK, "")
+    def _complete_if_moved(self, job: LaneJob) -> None:
+        """End a job whose bytes have all moved: OK if its slots are still valid."""
+        if job.state is JobState.COPYING and not job.pieces_in_flight and job.all_submitted:
+            job.outcome = job.check_slots() or (JobStatus.OK, "")
             job.state = JobState.ENDED
-            self._settle(job)
+            self._retire_if_ended(job)
 
-    def _settle(self, job: LaneJob) -> None:
+    def _retire_if_ended(self, job: LaneJob) -> None:
         if job.unfinished:
             return
         job.ended_ns = self.clock()
         del self._jobs[job.worker, job.request.job]
-        job.moves = NO_RUNS  # the numbers of many runs are much memory
+        job.runs = NO_RUNS  # many runs take much memory
         self._ended.append(job)
 
-    def __repr__(self) -> str:
-        return f"<Runner {len(self)} jobs, {self._device.in_flight} transfers in flight>"
 
+def _start_check(now: int) -> Callable[[LaneJob], bool]:
+    """Return a function that says whether a job may start; it records how long the job waits.
 
-def _reached(now: int) -> Callable[[LaneJob], bool]:
-    """Whether a job may start, by one reading of each worker's timeline; notes how long it waits.
-
-    A number that is reached between two looks would let the later one of two jobs go first. A store
-    waits for the broker, too.
+    Each job waits for its worker's timeline, a store for the broker as well. The function reads a
+    timeline once: if a number were reached between two readings, the later of two jobs could start
+    first.
     """
-    seen: dict[LaneWorker, int] = {}
+    timelines: dict[LaneWorker, int] = {}
 
-    def reached(job: LaneJob) -> bool:
+    def may_start(job: LaneJob) -> bool:
         worker = job.worker
-        if worker not in seen:
-            seen[worker] = worker.control.timeline
-        if seen[worker] < job.request.after:
-            job.late_ns = job.late_ns or now
+        if worker not in timelines:
+            timelines[worker] = worker.control.timeline
+        if timelines[worker] < job.request.after:
+            job.late_since_ns = job.late_since_ns or now
             return False
-        if job.late_ns and not job.stream_wait_ns:
-            job.stream_wait_ns = now - job.late_ns
+        if job.late_since_ns and not job.stream_wait_ns:
+            job.stream_wait_ns = now - job.late_since_ns
         return not job.awaits_broker()
 
-    return reached
+    return may_start

@@ -1,7 +1,7 @@
-"""Workers whose memory this lane holds: mapping, control page, binding.
+"""Workers of this lane: their mapped memory, control page and binding.
 
-A worker is imported (memory and control page mapped), then bound (its chunks
-have a place and a directory), perhaps unbound and bound again, and released.
+A worker is imported (its memory and control page are mapped), then bound (its chunks get an arena
+of the pool and a directory), perhaps unbound and bound again, and released.
 """
 
 import mmap
@@ -23,14 +23,14 @@ from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.layout import RankLayout
 
 
-def open_control_page(fd: int) -> ControlWords:
-    """Map a worker's control page, to read it, and to write loads' progress.
+def map_control_page(fd: int) -> ControlWords:
+    """Return a worker's control page, mapped for reading and for writing loads' progress.
 
     Args:
         fd: a sealed memory file of at least `CONTROL_BYTES`; stays the caller's.
 
     Raises:
-        ImportFailed: it is smaller, not sealed, or cannot be mapped.
+        ImportFailed: the file is smaller, not sealed, or cannot be mapped.
     """
     size = sealed_size(fd, "the control page (descriptor 0)")
     if size < CONTROL_BYTES:
@@ -43,7 +43,7 @@ def open_control_page(fd: int) -> ControlWords:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a worker's chunks live: as the broker's order says, in slots of so many bytes."""
+    """Where a worker's chunks lie: an arena of slots in the pool, and a directory."""
 
     order: BindWorker
     slot_bytes: int
@@ -52,21 +52,21 @@ class Binding:
     @classmethod
     def of(
         cls,
-        message: BindWorker,
+        order: BindWorker,
         descriptors: Sequence[int],
         layout: RankLayout,
         pool_bytes: int,
     ) -> "Binding":
-        """Map the directory and check that the arena lies inside the pool.
+        """Map the directory, and check that the arena lies inside the pool.
 
         Raises:
-            LaneError: it does not, or the descriptor is no directory for so many slots.
+            LaneError: the arena does not, or the descriptor is no directory of that many slots.
         """
-        end = message.arena_base + layout.slot_bytes * message.num_slots
+        end = order.arena_base + layout.slot_bytes * order.num_slots
         if end > pool_bytes:
             raise LaneError(
-                f"an arena of {message.num_slots} slots of {layout.slot_bytes} bytes from"
-                f" {message.arena_base} does not lie inside the pool of {pool_bytes} bytes"
+                f"an arena of {order.num_slots} slots of {layout.slot_bytes} bytes from"
+                f" {order.arena_base} does not lie inside the pool of {pool_bytes} bytes"
             )
         if len(descriptors) != 1:
             raise LaneError(f"one directory is needed, {len(descriptors)} descriptors came")
@@ -75,19 +75,20 @@ class Binding:
             view = DirectoryView(mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ))
         except (OSError, ValueError, DirectoryError) as error:
             raise LaneError(f"the directory cannot be used: {error}") from error
-        if view.num_slots < message.num_slots:
+        if view.num_slots < order.num_slots:
             raise LaneError(
-                f"a directory of {view.num_slots} slots for an arena of {message.num_slots}"
+                f"a directory of {view.num_slots} slots for an arena of {order.num_slots}"
             )
-        return cls(message, layout.slot_bytes, view)
+        return cls(order, layout.slot_bytes, view)
 
 
 @dataclass(eq=False, slots=True)
 class LaneWorker:
-    """One worker's memory, as this lane holds it.
+    """One worker whose memory is mapped here.
 
     Attributes:
-        has_control_page: else `control` is private memory, all zero.
+        has_control_page: if not, `control` is private memory, all zero.
+        is_leaving: its memory is released once its jobs have ended.
         client: the connection on which it sends jobs; None until it has joined.
     """
 
@@ -98,22 +99,22 @@ class LaneWorker:
     has_control_page: bool
     expander: Expander
     binding: Binding | None = None
-    leaving: bool = False
+    is_leaving: bool = False
     client: Client | None = None
 
     @property
     def layout(self) -> RankLayout:
-        """Of its memory."""
+        """The layout of its memory."""
         return self.order.layout
 
 
 def identity_of(message: ImportWorker) -> ClientIdentity:
-    """The worker that a message names."""
+    """Return the identity of the worker that a message describes, for logs."""
     return ClientIdentity(message.session, message.pid, message.engine, "worker", message.rank)
 
 
-def _users_differ(uid: int) -> str:
-    """For the end of an error about a worker of this user; empty where it is this process's."""
+def _other_user_hint(uid: int) -> str:
+    """Return what to append to an error about a worker of another user than this process's."""
     own = os.geteuid()
     if uid == own:
         return ""
@@ -125,7 +126,7 @@ def _users_differ(uid: int) -> str:
 
 
 def _user(uid: int) -> str:
-    """Number and name, as far as it has one here."""
+    """Return the user's number, and name if it has one here."""
     try:
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:
@@ -133,18 +134,20 @@ def _user(uid: int) -> str:
 
 
 class WorkerTable:
-    """The imported workers, by session number and by token."""
+    """The imported workers, by session and by token."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._by_session: dict[int, LaneWorker] = {}
         self._by_token: dict[bytes, LaneWorker] = {}
 
-    def add(self, message: ImportWorker, descriptors: Sequence[int]) -> LaneWorker:
-        """Map the memory of a worker whose registration the broker has checked.
+    def import_worker(self, message: ImportWorker, descriptors: Sequence[int]) -> LaneWorker:
+        """Map the memory of a worker, and add it.
 
-        The descriptors stay the caller's; number 0 is the control page. None at all: the worker
-        has no control page.
+        Args:
+            message: the broker has checked it.
+            descriptors: first the control page, then what the handles index; empty if the worker
+                has no control page. They stay the caller's.
 
         Raises:
             ImportFailed: the memory is not as described; nothing stays mapped.
@@ -152,7 +155,7 @@ class WorkerTable:
         if message.session in self._by_session or message.token in self._by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
         if descriptors:
-            control = open_control_page(descriptors[0])
+            control = map_control_page(descriptors[0])
         else:
             control = ControlWords(mmap.mmap(-1, CONTROL_BYTES))
         try:
@@ -160,25 +163,25 @@ class WorkerTable:
                 message.handles, message.layout.storages, descriptors
             )
         except HandleRefused as error:
-            raise ImportFailed(f"{error}{_users_differ(message.uid)}") from error
+            raise ImportFailed(f"{error}{_other_user_hint(message.uid)}") from error
         expander = Expander(message.layout)
         identity, has_page = identity_of(message), bool(descriptors)
         worker = LaneWorker(message, identity, memory, control, has_page, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker
         return worker
 
-    def remove(self, worker: LaneWorker) -> None:
-        """Unmap a worker's memory; nothing may be in flight on it."""
+    def release(self, worker: LaneWorker) -> None:
+        """Unmap a worker's memory, and remove it; nothing may be in flight on the memory."""
         self._device.release_memory(worker.memory)
         worker.control.unmap()
         del self._by_session[worker.order.session], self._by_token[worker.order.token]
 
     def by_session(self, session: int) -> LaneWorker | None:
-        """The worker of a session, by the broker's number."""
+        """Return the worker of a session; None if there is none."""
         return self._by_session.get(session)
 
     def by_token(self, token: bytes) -> LaneWorker | None:
-        """The worker whose LaneUp has this token."""
+        """Return the worker whose LaneUp has this token; None if there is none."""
         return self._by_token.get(token)
 
     @property

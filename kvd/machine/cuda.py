@@ -1,4 +1,4 @@
-"""The CUDA driver on this machine: how it is called, which one it is, and its devices.
+"""The CUDA driver of this machine: calls, version and devices.
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out; a failure is a CudaDriverError
 that says what was attempted. The bindings are imported at the first call, so a daemon without them
@@ -17,15 +17,15 @@ from kvd.errors import CudaDriverError, CudaMissing, LaneError
 _log = logging.getLogger(__name__)
 
 OLDEST_VERSION = 12000
-"""The oldest driver that serves, 1000 * major + 10 * minor: the bindings find nothing in others."""
+"""Oldest supported version, 1000 * major + 10 * minor: the bindings need its functions."""
 BATCHED_COPY_VERSION = 12080
-"""From this driver on many fragments are copied by one call."""
+"""From this version on one call copies many fragments."""
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # compute modes
 
 
 @cache
 def bindings() -> ModuleType:
-    """The module of the bindings.
+    """Return the module of the bindings.
 
     Raises:
         CudaMissing: they are not installed.
@@ -42,7 +42,7 @@ def bindings() -> ModuleType:
 
 
 def call(attempted: str, name: str, *arguments: object) -> Any:
-    """Call a driver function; its result: None, one value, or a tuple.
+    """Call a driver function; return None, one value, or a tuple.
 
     Raises:
         CudaDriverError: the call failed, or this driver lacks the function.
@@ -55,7 +55,7 @@ def call(attempted: str, name: str, *arguments: object) -> Any:
 
 
 def call_raw(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
-    """What the function returned, its code first."""
+    """Call a driver function; return everything that it returns, the code first."""
     try:
         returned: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
     except (RuntimeError, AttributeError) as error:
@@ -66,11 +66,11 @@ def call_raw(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
 
 
 def check(code: Any, attempted: str) -> None:
-    """Raise what a call returned.
+    """Raise the error that a call returned, if any.
 
     Args:
-        code: the bindings' name of a code, or the driver's number of it.
-        attempted: what the call was for.
+        code: the bindings' enum member, or the driver's number.
+        attempted: the operation, in words.
 
     Raises:
         CudaDriverError: the code is not success.
@@ -87,9 +87,9 @@ def check(code: Any, attempted: str) -> None:
 
 
 class Undo(ExitStack):
-    """Calls that undo others, made in reverse order, however many of them fail.
+    """Cleanup calls, made in reverse order even if some fail.
 
-    The first error is raised, or the one that ended the block; others are logged.
+    If an error ended the block, errors of cleanup are logged; else the first of them is raised.
     """
 
     def add(self, undo: Callable[..., object], *arguments: object) -> None:
@@ -110,13 +110,13 @@ def start() -> None:
     """Load and initialise the driver.
 
     Raises:
-        CudaMissing: it is not installed or too old, or there is no device.
-        CudaDriverError: it cannot be initialised.
+        CudaMissing: the driver is missing or too old, or there is no device.
+        CudaDriverError: the driver cannot be initialised.
     """
     cuda = bindings()
     try:
         (code,) = cuda.cuInit(0)
-    except RuntimeError as error:  # what the bindings raise where no library is found
+    except RuntimeError as error:  # the bindings did not find the library
         raise CudaMissing(
             f"libcuda.so.1 cannot be loaded ({error}); install the NVIDIA driver, or in a"
             " container let the runtime mount it (NVIDIA_DRIVER_CAPABILITIES=compute)"
@@ -131,74 +131,74 @@ def start() -> None:
             " NVIDIA_VISIBLE_DEVICES"
         )
     check(code, "initialising the CUDA driver")
-    have = version()
-    if have < OLDEST_VERSION:
+    driver_version = version()
+    if driver_version < OLDEST_VERSION:
         raise CudaMissing(
-            f"the NVIDIA driver is too old: it is for CUDA {version_text(have)}, kvd needs"
-            f" {version_text(OLDEST_VERSION)} or newer (driver 525), and is fast from"
+            f"the NVIDIA driver is too old: it is for CUDA {version_text(driver_version)}, kvd"
+            f" needs {version_text(OLDEST_VERSION)} or newer (driver 525), and is fast from"
             f" {version_text(BATCHED_COPY_VERSION)} on (driver 570); update the driver"
         )
 
 
 def version() -> int:
-    """The CUDA version of the driver, 1000 * major + 10 * minor."""
+    """Return the driver's CUDA version, 1000 * major + 10 * minor."""
     return int(call("asking for the driver's version", "cuDriverGetVersion"))
 
 
 def version_text(number: int) -> str:
-    """A version as people write it: 12.8."""
+    """Return a version as text, such as 12.8."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def version_warning() -> str:
-    """What this driver lacks, and the remedy; empty where it lacks nothing.
+    """Return a warning with its remedy if the driver is old but supported; else empty.
 
     Raises:
         CudaDriverError: the driver does not report its version.
     """
-    have = version()
-    if have >= BATCHED_COPY_VERSION:
+    driver_version = version()
+    if driver_version >= BATCHED_COPY_VERSION:
         return ""
     return (
-        f"the NVIDIA driver is old: it is for CUDA {version_text(have)}, and only from"
+        f"the NVIDIA driver is old: it is for CUDA {version_text(driver_version)}, and only from"
         f" {version_text(BATCHED_COPY_VERSION)} on (driver 570) are many fragments copied in one"
         " call; kvd works, slower, until the driver is updated"
     )
 
 
 def devices() -> list[tuple[int, bytes]]:
-    """Every device that this process sees: its handle and its UUID, which is a slice's for MIG."""
+    """Return handle and UUID of each visible device; with MIG the UUID is the slice's."""
     count = call("counting devices", "cuDeviceGetCount")
-    # Bindings older than CUDA 13 have both; there the plain name gives that of the whole GPU.
+    # In bindings older than CUDA 13 the function without _v2 returns the whole GPU's UUID.
     newer = hasattr(bindings(), "cuDeviceGetUuid_v2")
     name = "cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid"
-    seen = []
+    handles_and_uuids = []
     for index in range(count):
         device = call(f"opening device {index}", "cuDeviceGet", index)
         uuid = call(f"asking device {index} for its UUID", name, device)
-        seen.append((int(device), bytes(uuid.bytes)))
-    return seen
+        handles_and_uuids.append((int(device), bytes(uuid.bytes)))
+    return handles_and_uuids
 
 
 def device_name(device: int) -> str:
-    """What its maker calls it."""
+    """Return the device's product name."""
     name: bytes = call("asking for a device's name", "cuDeviceGetName", 256, device)
     return name.split(b"\0")[0].decode(errors="replace")
 
 
 def total_memory(device: int) -> int:
-    """Bytes of memory that it has, free or not."""
+    """Return the size of the device's memory in bytes."""
     return int(call("asking for a device's memory", "cuDeviceTotalMem", device))
 
 
 def pci_bus_id(device: int) -> str:
-    """Where it sits, as `0000:17:00.0`."""
+    """Return the PCI bus id, such as `0000:17:00.0`."""
     text: bytes = call("asking for a device's bus id", "cuDeviceGetPCIBusId", 64, device)
     return text.split(b"\0")[0].decode(errors="replace")
 
 
 def can_share(device: int) -> tuple[bool, bool]:
-    """Whether its memory can be shared by IPC handle, and as a file descriptor."""
+    """Return whether memory can be shared by IPC handle, and by file descriptor."""
     return (
         bool(_attribute(device, "IPC_EVENT_SUPPORTED")),
         bool(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
@@ -206,10 +206,10 @@ def can_share(device: int) -> tuple[bool, bool]:
 
 
 def compute_mode_problem(device: int) -> str:
-    """Why no context may be made on a device, and the remedy; empty where one may.
+    """Return why no context can be created on a device, and the remedy; empty if one can.
 
-    In mode EXCLUSIVE_PROCESS the context of this process would lock the engine's out, or fail
-    because the engine's is there. With MPS the server's process is the only one.
+    In mode EXCLUSIVE_PROCESS only one process may have a context, this one or the engine. Under
+    MPS the server's process has the only context.
 
     Raises:
         CudaDriverError: the driver does not report the mode.
@@ -222,7 +222,7 @@ def compute_mode_problem(device: int) -> str:
     try:
         if _attribute(device, "MPS_ENABLED"):
             return ""
-    except CudaDriverError:  # an older driver, which does not say
+    except CudaDriverError:  # an older driver does not report it
         pass
     return (
         "the GPU's compute mode is EXCLUSIVE_PROCESS: only one process may use it, the engine or"

@@ -1,11 +1,11 @@
-"""How much memory a pool may take: of the machine, of the control group, of its filesystem.
+"""Limits on a pool's size: the machine's memory, the control group, the filesystem.
 
-`PoolLimits` is the one calculation: for a fixed size, for `auto`, and for the doctor.
+`PoolLimits` is the only calculation: for a configured size, for `auto`, and for the doctor.
 
-tmpfs (such as /dev/shm) takes files of any size and has room as statvfs says, even where that
-is more than the machine has memory. hugetlbfs hands out huge pages: files are whole pages long,
-can be mapped but not written with write(), and their pages were taken from the machine's memory
-before; without a size option of the mount statvfs knows nothing of the room.
+tmpfs (such as /dev/shm): files have any size, and statvfs reports the free space, which may exceed
+the machine's memory. hugetlbfs: files consist of whole huge pages, which were set aside from the
+machine's memory, and can be mapped but not written with write(). Without a size option of the
+mount, statvfs does not report its free space.
 """
 
 import hashlib
@@ -21,20 +21,20 @@ from kvd_proto.capacity import PIN_KERNEL_BYTES, pin_kernel_bytes
 from kvd_proto.text import format_size
 
 TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.recovery
-HEADROOM = 2**30  # for the daemon's own processes; half of the memory where there is little
+HEADROOM_BYTES = 2**30  # for the daemon's processes; at most half of what is available
 _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mounts")
 _ESCAPED = str.maketrans({c: rf"\{ord(c):03o}" for c in " \t\n\\#"})  # as the kernel writes paths
-_GROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 2**62  # version 1 writes "no limit" as the largest number of whole pages
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why a pool does not fit, with the figures, and the remedy."""
+    """Why a pool does not fit, with the sizes, and the remedy."""
 
     text: str
     remedy: str
@@ -47,10 +47,10 @@ class Shortage:
 class Filesystem:
     """The filesystem under a directory.
 
-    kind, mounted_at: as the kernel lists it.
-    page_bytes: what files in it are multiples of.
+    kind, mounted_at: type and path of its mount.
+    page_bytes: file sizes are multiples of it.
     total_bytes, free_bytes: of the filesystem.
-    huge_pages: of hugetlbfs: how many pages of `page_bytes` the machine has set aside.
+    huge_pages: on hugetlbfs: pages of `page_bytes` that the machine has set aside.
     """
 
     directory: Path
@@ -64,28 +64,29 @@ class Filesystem:
     @classmethod
     def of(cls, directory: Path) -> Self:
         """Return the filesystem that `directory` is on."""
-        found = os.statvfs(directory)
-        total_bytes = found.f_blocks * found.f_frsize
-        free_bytes = found.f_bavail * found.f_frsize
+        status = os.statvfs(directory)
+        total_bytes = status.f_blocks * status.f_frsize
+        free_bytes = status.f_bavail * status.f_frsize
         kind, mounted_at = _mount(directory)
         if kind != _HUGETLBFS:
-            page = max(4096, mmap.ALLOCATIONGRANULARITY)  # the trailer is mapped by itself
-            return cls(directory, kind, mounted_at, page, total_bytes, free_bytes)
-        page = found.f_bsize
-        num_pages, free_page_bytes = _huge_pages(page, "nr"), _huge_pages(page, "free") * page
-        if not found.f_blocks:  # the mount has no size option
-            total_bytes, free_bytes = num_pages * page, free_page_bytes
+            page_bytes = max(4096, mmap.ALLOCATIONGRANULARITY)  # the trailer is mapped separately
+            return cls(directory, kind, mounted_at, page_bytes, total_bytes, free_bytes)
+        page_bytes = status.f_bsize
+        num_pages = _huge_pages(page_bytes, "nr")
+        free_page_bytes = _huge_pages(page_bytes, "free") * page_bytes
+        if not status.f_blocks:  # the mount has no size option
+            total_bytes, free_bytes = num_pages * page_bytes, free_page_bytes
         free_bytes = min(free_bytes, free_page_bytes)
-        return cls(directory, kind, mounted_at, page, total_bytes, free_bytes, num_pages)
+        return cls(directory, kind, mounted_at, page_bytes, total_bytes, free_bytes, num_pages)
 
     @property
     def writable(self) -> bool:
-        """Files can be written with write()."""
+        """Whether files can be written with write()."""
         return self.kind != _HUGETLBFS
 
     @property
     def is_memory(self) -> bool:
-        """Its files lie in memory, and nowhere else."""
+        """Whether files lie in memory only."""
         return self.kind in (_TMPFS, _HUGETLBFS)
 
     def whole_pages(self, nbytes: int) -> int:
@@ -94,16 +95,16 @@ class Filesystem:
 
 
 def _mount(directory: Path) -> tuple[str, str]:
-    """Return type and place of the mount that `directory` is in."""
-    place = directory.resolve()
-    while not place.is_mount():
-        place = place.parent
-    kind, sought = "", str(place).translate(_ESCAPED)
+    """Return filesystem type and path of the mount that contains `directory`."""
+    mount_point = directory.resolve()
+    while not mount_point.is_mount():
+        mount_point = mount_point.parent
+    kind, escaped = "", str(mount_point).translate(_ESCAPED)
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        _, mounted_at, found, *_ = line.split(" ")
-        if mounted_at == sought:  # the last one covers those before
-            kind = found
-    return kind, str(place)
+        _, mounted_at, fs_type, *_ = line.split(" ")
+        if mounted_at == escaped:  # the last mount covers earlier ones
+            kind = fs_type
+    return kind, str(mount_point)
 
 
 def _pages_file(page_bytes: int, which: str) -> Path:
@@ -117,9 +118,9 @@ def _huge_pages(page_bytes: int, which: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Memory of the machine in bytes, without swap and without the huge pages set aside.
+    """Memory of the machine in bytes, without swap and huge pages.
 
-    available: what can be had without swapping; the page cache counts as available.
+    available: without swapping; includes the page cache.
     """
 
     total: int
@@ -127,7 +128,7 @@ class MachineMemory:
 
     @classmethod
     def read(cls) -> Self:
-        """Return what the kernel says now."""
+        """Return the current values of /proc/meminfo."""
         fields = {}
         for line in _MEMINFO.read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(":")
@@ -137,12 +138,12 @@ class MachineMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The tightest limit on the way from a group up to the root, in bytes.
+    """The tightest memory limit of a control group and its ancestors, in bytes.
 
-    Memory files count against the group that first touched them: a kept pool may count against
-    the group of the daemon before.
+    Memory files count against the group that first touched them: a kept pool may count against the
+    previous daemon's group.
 
-    used: without the page cache, which the kernel drops before it kills.
+    used: without the page cache, which the kernel drops before it kills processes.
     """
 
     group: Path
@@ -151,64 +152,65 @@ class MemoryLimit:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are left."""
+        """Bytes up to the limit."""
         return max(0, self.limit - self.used)
 
 
 def memory_limit(
-    pid: int | None = None, root: Path = _GROUPS, proc: Path = Path("/proc")
+    pid: int | None = None, root: Path = _CGROUPS, proc: Path = Path("/proc")
 ) -> MemoryLimit | None:
-    """Return the limit of process `pid` (None: this one); None where there is none.
+    """Return the limit of process `pid` (None: this one); None if it has none.
 
     Args:
         pid: in this process's own pid namespace.
-        root: where the control groups are mounted.
-        proc: where processes are.
+        root: mount point of the control groups.
+        proc: mount point of procfs.
     """
-    found = []
+    limits = []
     for line in _read(proc / (str(pid) if pid else "self") / "cgroup").splitlines():
-        number, controllers, name = line.split(":", 2)
-        if number == "0" and not controllers:
-            base, limit, used, prefix = root, "memory.max", "memory.current", ""
+        hierarchy, controllers, name = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            base, limit_file, usage_file, prefix = root, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             base, prefix = root / "memory", "total_"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = base / name.lstrip("/")
         while group.is_relative_to(base):
-            text, current = _read(group / limit).strip(), _read(group / used).strip()
-            if text.isdigit() and current.isdigit() and int(text) < _V1_UNLIMITED:
-                in_use = max(0, int(current) - _page_cache(group, prefix))
-                found.append(MemoryLimit(group, int(text), in_use))
+            limit_text = _read(group / limit_file).strip()
+            usage_text = _read(group / usage_file).strip()
+            if limit_text.isdigit() and usage_text.isdigit() and int(limit_text) < _V1_UNLIMITED:
+                used = max(0, int(usage_text) - _page_cache(group, prefix))
+                limits.append(MemoryLimit(group, int(limit_text), used))
             group = group.parent
-    return min(found, key=lambda each: each.free_bytes, default=None)
+    return min(limits, key=lambda candidate: candidate.free_bytes, default=None)
 
 
 def _page_cache(group: Path, prefix: str) -> int:
-    """Return the bytes of files on disks that count against a group; those of tmpfs do not."""
+    """Return the bytes of a group's page cache, without tmpfs files."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     fields = (line.split() for line in _read(group / "memory.stat").splitlines())
     return sum(int(value) for name, value in fields if name in names)
 
 
 def _without_headroom(nbytes: int) -> int:
-    return nbytes - min(HEADROOM, nbytes // 2)
+    return nbytes - min(HEADROOM_BYTES, nbytes // 2)
 
 
 def size_as_setting(nbytes: int) -> str:
-    """Return a size as a setting is written, not above `nbytes`: whole GiB, or MiB below 4 GiB."""
+    """Return `nbytes` as a setting's text, rounded down to GiB, or to MiB below 4 GiB."""
     return f"{nbytes // 2**30}GiB" if nbytes >= 2**32 else f"{nbytes // 2**20}MiB"
 
 
 def pool_directory_name(*paths: Path) -> str:
-    """Return the name of the directory that belongs to a runtime directory, or to several paths."""
+    """Return the directory name of a pool, derived from its runtime directory or several paths."""
     digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
     return f"kvd-{digest}"
 
 
 def allocated_bytes(pool_file: Path) -> int:
-    """Return the memory that a pool's file takes now, which the next daemon uses again."""
+    """Return the memory that a pool's file takes now, 0 without a file."""
     try:
         return pool_file.lstat().st_blocks * 512
     except (FileNotFoundError, NotADirectoryError):
@@ -217,15 +219,16 @@ def allocated_bytes(pool_file: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What limits the size of a pool.
+    """Limits on the size of a pool.
 
-    `HEADROOM` is left to the daemon's own processes, of the machine and of the control group.
-    A pool in huge pages takes none of that memory. To pin a pool takes kernel memory, which counts
-    against the machine's memory alone.
+    `HEADROOM_BYTES` of the machine and of the control group stay free for the daemon's processes. A
+    pool in huge pages takes none of that memory. Pinning a pool takes kernel memory, which counts
+    against the machine only.
 
-    existing_bytes: that the pool's file takes already. They are used again, so a pool that is no
-        larger fits in any case.
-    pinning_lanes: how many lanes pin all of the pool; those whose arenas divide it are one.
+    existing_bytes: memory that the pool's file takes already. It is reused, so a pool of at most
+        this size always fits.
+    pinning_lanes: number of lanes that pin the whole pool; lanes whose arenas divide it count as
+        one.
     """
 
     filesystem: Filesystem
@@ -236,12 +239,12 @@ class PoolLimits:
 
     @classmethod
     def of(cls, pool_dir: Path, existing_bytes: int, pinning_lanes: int | None = None) -> Self:
-        """Return the limits of a pool in `pool_dir`, as they are now, for this process.
+        """Return the current limits of a pool in `pool_dir`, for this process.
 
         Args:
-            pool_dir: where it goes.
-            existing_bytes: that its file takes already.
-            pinning_lanes: None where the ranks are not known: one where GPUs can be seen.
+            pool_dir: directory of pools.
+            existing_bytes: memory that the pool's file takes already.
+            pinning_lanes: None if the ranks are unknown: then one if GPUs are visible.
         """
         lanes = int(has_gpus()) if pinning_lanes is None else pinning_lanes
         return cls(
@@ -250,32 +253,30 @@ class PoolLimits:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest pool that fits now, without the trailer of its file."""
-        rooms = [self.filesystem.free_bytes]
+        """Bytes of the largest pool that fits now, without the trailer."""
+        free_bytes = self.filesystem.free_bytes
         if self._counts_as_memory and self.group is not None:
-            rooms.append(_without_headroom(self.group.free_bytes))
-        trailer = self.filesystem.whole_pages(TRAILER_BYTES)
-        held = self.existing_bytes - trailer
-        return max(0, held, min(held + min(rooms), self._largest_of_machine(held)))
+            free_bytes = min(free_bytes, _without_headroom(self.group.free_bytes))
+        existing_bytes = self.existing_bytes - self.filesystem.whole_pages(TRAILER_BYTES)
+        by_machine = self._largest_of_machine(existing_bytes)
+        return max(0, existing_bytes, min(existing_bytes + free_bytes, by_machine))
 
-    def _largest_of_machine(self, held: int) -> int:
-        """The same by the machine's memory alone, with `held` bytes there: pool and pins fit."""
-        room, pins = (
-            _without_headroom(self.memory.available),
-            self.pinning_lanes * PIN_KERNEL_BYTES,
-        )
+    def _largest_of_machine(self, existing_bytes: int) -> int:
+        """Return the largest pool that fits the machine's memory together with its pins."""
+        available = _without_headroom(self.memory.available)
+        pin_bytes_per_gib = self.pinning_lanes * PIN_KERNEL_BYTES
         if self._counts_as_memory:
-            most = (held + room) * 2**30 // (2**30 + pins)
+            nbytes = (existing_bytes + available) * 2**30 // (2**30 + pin_bytes_per_gib)
         else:
-            most = room * 2**30 // pins if pins else sys.maxsize
-        return most // self.filesystem.page_bytes * self.filesystem.page_bytes
+            nbytes = available * 2**30 // pin_bytes_per_gib if pin_bytes_per_gib else sys.maxsize
+        return nbytes // self.filesystem.page_bytes * self.filesystem.page_bytes
 
     def pin_bytes(self, nbytes: int) -> int:
-        """Return the kernel memory that a pool of `nbytes` takes when it is pinned."""
+        """Return the kernel memory that pinning a pool of `nbytes` takes."""
         return pin_kernel_bytes(self.filesystem.whole_pages(nbytes), self.pinning_lanes)
 
     def shortage(self, nbytes: int) -> Shortage | None:
-        """Return why a pool of `nbytes` does not fit, the machine's memory first."""
+        """Return why a pool of `nbytes` does not fit, or None; the machine's memory comes first."""
         return (
             self.machine_shortage(nbytes)
             or self.cgroup_shortage(nbytes)
@@ -283,53 +284,53 @@ class PoolLimits:
         )
 
     def machine_shortage(self, nbytes: int) -> Shortage | None:
-        """Return why the machine's memory is too small."""
-        missing, pins = self._missing(nbytes), self.pin_bytes(nbytes)
+        """Return why a pool of `nbytes` exceeds the machine's memory, or None."""
+        missing, pin_bytes = self._missing(nbytes), self.pin_bytes(nbytes)
         if not missing:
             return None
-        held = self.existing_bytes
+        existing_bytes = self.existing_bytes
         if not self._counts_as_memory:
-            missing = held = 0
+            missing = existing_bytes = 0
         available = self.memory.available
-        room = _without_headroom(available)
-        if missing + pins <= room:
+        usable = _without_headroom(available)
+        if missing + pin_bytes <= usable:
             return None
-        others = ""
-        if missing + pins <= self.memory.total - held - HEADROOM:
-            others = "end other processes first"
-        to_pin = f", and {format_size(pins)} for pinning it" if pins else ""
+        remedy = ""
+        if missing + pin_bytes <= self.memory.total - existing_bytes - HEADROOM_BYTES:
+            remedy = "end other processes first"
+        pin_text = f", and {format_size(pin_bytes)} for pinning it" if pin_bytes else ""
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit the machine's memory:"
             f" {format_size(available)} of {format_size(self.memory.total)} are"
-            f" available{self._and_held}, of which {format_size(available - room)} are for kvd's"
-            f" own processes{to_pin}",
-            self._remedy(others),
+            f" available{self._existing_text}, of which {format_size(available - usable)} are for"
+            f" kvd's own processes{pin_text}",
+            self._remedy(remedy),
         )
 
     def cgroup_shortage(self, nbytes: int) -> Shortage | None:
-        """Return why the control group's limit is too low."""
+        """Return why a pool of `nbytes` exceeds the control group's limit, or None."""
         group, missing = self.group, self._missing(nbytes)
         if group is None or not missing or not self._counts_as_memory:
             return None
-        room = _without_headroom(group.free_bytes)
-        if missing <= room:
+        usable = _without_headroom(group.free_bytes)
+        if missing <= usable:
             return None
-        raised = ""
+        remedy = ""
         if self.machine_shortage(nbytes) is None:
-            limit = -(-(group.used + missing + HEADROOM) // 2**20)
-            raised = (
+            limit = -(-(group.used + missing + HEADROOM_BYTES) // 2**20)
+            remedy = (
                 f"raise the limit to {limit} MiB (memory.max, MemoryMax=, resources.limits.memory)"
             )
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit the control group {group.group}:"
             f" {format_size(group.free_bytes)} of {format_size(group.limit)} are"
-            f" left{self._and_held}, of which {format_size(group.free_bytes - room)} are for kvd's"
-            " own processes",
-            self._remedy(raised),
+            f" left{self._existing_text}, of which {format_size(group.free_bytes - usable)} are for"
+            " kvd's own processes",
+            self._remedy(remedy),
         )
 
     def filesystem_shortage(self, nbytes: int) -> Shortage | None:
-        """Return why the filesystem is too small."""
+        """Return why a pool of `nbytes` exceeds the filesystem, or None."""
         filesystem = self.filesystem
         missing = self._missing(nbytes) - filesystem.free_bytes
         if missing <= 0:
@@ -337,35 +338,35 @@ class PoolLimits:
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}"
             f" ({filesystem.kind}): {format_size(filesystem.free_bytes)} of"
-            f" {format_size(filesystem.total_bytes)} are left{self._and_held}",
-            self._remedy(self._enlarged(nbytes, missing)),
+            f" {format_size(filesystem.total_bytes)} are left{self._existing_text}",
+            self._remedy(self._filesystem_remedy(nbytes, missing)),
         )
 
     def warnings(self, reserve: int | None) -> list[str]:
-        """Return what a start says of a pool that can be made, but hardly as it was meant.
+        """Return warnings for the log at the start: pool_dir on a disk, `reserve` too large.
 
         Args:
-            reserve: bytes that `auto` leaves to others; None where the size is fixed.
+            reserve: bytes that `auto` leaves to other processes; None if the size is configured.
         """
-        doubts = [
+        shortages = [
             self.medium_problem(),
             self.reserve_shortage(reserve) if reserve is not None else None,
         ]
-        return [str(doubt) for doubt in doubts if doubt is not None]
+        return [str(shortage) for shortage in shortages if shortage is not None]
 
     def medium_problem(self) -> Shortage | None:
-        """Return why the filesystem is none for a pool."""
+        """Return why the filesystem does not suit a pool, or None."""
         if self.filesystem.is_memory:
             return None
         return Shortage(
             f"pool_dir = {self.filesystem.directory} is on {self.filesystem.kind} at"
-            f" {self.filesystem.mounted_at}, which is no memory: the pool is slow there, and GPUs"
-            " may not pin it",
+            f" {self.filesystem.mounted_at}, which is not in memory: the pool is slow there, and"
+            " GPUs may not pin it",
             "use a tmpfs such as /dev/shm, or a mounted hugetlbfs",
         )
 
     def reserve_shortage(self, reserve: int) -> Shortage | None:
-        """Return why `auto` makes no pool."""
+        """Return why `auto` leaves nothing for a pool, or None."""
         if reserve < self.largest:
             return None
         return Shortage(
@@ -376,44 +377,45 @@ class PoolLimits:
 
     @property
     def _counts_as_memory(self) -> bool:
-        """Of a disk the kernel writes pages back; huge pages were taken from memory before."""
+        """Whether the pool takes available memory: not on disks, nor in huge pages."""
         return self.filesystem.kind == _TMPFS
 
     def _missing(self, nbytes: int) -> int:
-        """Return the bytes that a pool of `nbytes` still takes; none where it is of 0 bytes."""
+        """Return the memory that a pool of `nbytes` takes in addition; 0 for a pool of 0 bytes."""
         if not nbytes:
             return 0
         filesystem = self.filesystem
-        whole = filesystem.whole_pages(nbytes) + filesystem.whole_pages(TRAILER_BYTES)
-        return max(0, whole - self.existing_bytes)
+        file_bytes = filesystem.whole_pages(nbytes) + filesystem.whole_pages(TRAILER_BYTES)
+        return max(0, file_bytes - self.existing_bytes)
 
     @property
-    def _and_held(self) -> str:
+    def _existing_text(self) -> str:
         return (
             f" beside the {format_size(self.existing_bytes)} of the kept pool"
             if self.existing_bytes
             else ""
         )
 
-    def _remedy(self, other: str) -> str:
-        """Join the ways out: a smaller pool, where one fits, and `other`, where it is one."""
-        ways = [other] if other else []
+    def _remedy(self, alternative: str) -> str:
+        """Return the remedies as text: a smaller pool if one fits, and `alternative` if any."""
+        remedies = [alternative] if alternative else []
         if self.largest >= 2**20:
-            ways.insert(0, f"choose --cpu-bytes {size_as_setting(self.largest)} or less")
-        return ", or ".join(ways) or "free memory first: no smaller pool fits either"
+            remedies.insert(0, f"choose --cpu-bytes {size_as_setting(self.largest)} or less")
+        return ", or ".join(remedies) or "free memory first: no smaller pool fits either"
 
-    def _enlarged(self, nbytes: int, missing: int) -> str:
-        """How the filesystem can be made larger, where there is memory for that."""
+    def _filesystem_remedy(self, nbytes: int, missing: int) -> str:
+        """Return how to enlarge the filesystem; empty if there is no memory for it."""
         filesystem = self.filesystem
         if filesystem.kind == _HUGETLBFS:
             pages = -(-missing // filesystem.page_bytes)
             if pages * filesystem.page_bytes > _without_headroom(self.memory.available):
                 return ""
-            total, file = filesystem.huge_pages + pages, _pages_file(filesystem.page_bytes, "nr")
+            num_pages = filesystem.huge_pages + pages
+            sysfs_file = _pages_file(filesystem.page_bytes, "nr")
             return (
-                f"set huge pages of {format_size(filesystem.page_bytes)} aside: echo {total} >"
-                f" {file}, early after boot, before memory is in small pieces; a size= of the mount"
-                " must not be smaller"
+                f"set huge pages of {format_size(filesystem.page_bytes)} aside: echo {num_pages} >"
+                f" {sysfs_file}, early after boot, before memory is fragmented; a size= of the"
+                " mount must not be smaller"
             )
         if filesystem.kind != _TMPFS:
             return f"make room at {filesystem.mounted_at}"

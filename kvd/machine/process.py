@@ -1,4 +1,4 @@
-"""A process of the daemon: its end with its broker, its standstills, its usage."""
+"""A process of the daemon and the system: descriptors, locks, signals, stalls, usage."""
 
 import contextlib
 import ctypes
@@ -22,54 +22,54 @@ SEALED_MEMFD_RECIPE = (
     "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
 )
 MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
-"""Of the runtime directory: sockaddr_un holds 108 with its final zero, the longest name is a lane's
-socket."""
+"""Of the runtime directory's path: sockaddr_un holds 108 bytes with the final zero, and a lane's
+socket has the longest name."""
 LOCK_SECONDS = 2.0
-"""How long a lock is tried that another process has."""
+"""Time for which a lock that another process has is retried."""
 LOCK_RETRY_SECONDS = 0.01
-_HIGH_NUMBER = 64  # of a descriptor
+_MIN_HIGH_NUMBER = 64  # of a descriptor
 _PR_SET_PDEATHSIG = 1
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the system call's number
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 """struct sched_attr: size, policy, flags, nice, priority, runtime (the slice), deadline, period."""
 _LONG_SLICE_NS = 100_000_000  # the longest that there is
-_GIVING_WAY = 10  # a tenth of the share of others
+_NICE_INCREMENT = 10  # a tenth of the share of others
 _OOM_SCORE = 500
 MAX_STALL_SECONDS = 1.0  # a turn of a loop takes milliseconds
 _SAMPLE_SECONDS = 0.25  # between looks at the processor time, which are system calls
 
 
 def raise_descriptor_limit() -> None:
-    """Have as many descriptors as the hard limit allows: sessions and their memory bring them."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise the limit of open files to the hard limit: each session needs several."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def open_files_remedy() -> str:
-    """Return what to do where no descriptor is left, with this process's limit."""
+    """Return the remedy if no descriptor is left, with this process's limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"raise LimitNOFILE (ulimit -n), now {limit}"
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether an error says that no file can be opened, here or on the whole machine."""
+    """Return whether an error is EMFILE or ENFILE: no more files can be opened."""
     return isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}
 
 
 def free_descriptors() -> int:
-    """Return how many files this process may still open."""
+    """Return how many more files this process may open; 0 if that cannot be counted."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # no paths are needed
-    except OSError:  # to look takes one
+    except OSError:  # counting needs a descriptor
         return 0
 
 
 def mode_problem(path: Path, mode: int) -> str:
-    """Return what is wrong with a directory of this mode, and the remedy; empty for nothing.
+    """Return why a directory's mode is unsafe, and the remedy; empty if it is safe.
 
-    Where every user may rename and remove files, any user can replace the daemon's by a link or
-    another file. The sticky bit prevents that, as on /tmp and /dev/shm.
+    If every user may rename and remove files, any user can replace the daemon's files by links. The
+    sticky bit prevents that, as on /tmp and /dev/shm.
     """
     if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
         return ""
@@ -80,53 +80,52 @@ def mode_problem(path: Path, mode: int) -> str:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Check that only the daemon's user, its group and root can replace its files there.
+    """Check that only the daemon's user, its group and root can replace files in `path`.
 
     Raises:
-        ConfigError: every user may; with the remedy.
-        OSError: it is not there.
+        ConfigError: every user may; names the remedy.
+        OSError: the directory does not exist.
     """
     problem = mode_problem(path, path.stat().st_mode)
     if problem:
         raise ConfigError(f"{name} = {path}: {problem}")
 
 
-def sealed_size(fd: int, what: str) -> int:
-    """Return the size of a file that a worker shares, and that cannot be shortened.
+def sealed_size(fd: int, description: str) -> int:
+    """Return the size of a memory file that a worker shares and that cannot shrink.
 
-    A file that loses its pages under a mapping ends the process that touches them, and a file of
-    any other kind is served by a file system whose owner may answer late or never: it is asked
-    nothing, not even its size.
+    Touching pages of a file that has shrunk is a SIGBUS. Other kinds of files are not examined at
+    all: their file system may answer late or never.
 
     Raises:
-        ImportFailed: it is another kind of file, or could be shortened; how to make one.
+        ImportFailed: another kind of file, or not sealed against shrinking; names the recipe.
     """
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # answered by the kernel alone
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # calls no file system
     except OSError:
         raise ImportFailed(
-            f"{what} is no memory file; make it with {SEALED_MEMFD_RECIPE}"
+            f"{description} is no memory file; make it with {SEALED_MEMFD_RECIPE}"
         ) from None
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ImportFailed(
-            f"{what} could be shortened while it is mapped; make it with {SEALED_MEMFD_RECIPE}"
+            f"{description} could be shortened while it is mapped; make it with"
+            f" {SEALED_MEMFD_RECIPE}"
         )
     return os.fstat(fd).st_size
 
 
 def lock_directory(descriptor: int) -> None:
-    """Lock a directory for this process alone.
+    """Lock a directory exclusively; retry for `LOCK_SECONDS`.
 
-    A process that is killed while it starts another one leaves its lock to that child, which
-    closes it as soon as it runs its own program. So a lock that is held is tried for
-    `LOCK_SECONDS`.
+    A process killed while it starts a child leaves its lock to the child, which closes it when it
+    executes its program. Hence the retry.
 
     Args:
-        descriptor: of the directory; the lock ends with it.
+        descriptor: of the directory; closing it unlocks.
 
     Raises:
         BlockingIOError: another process has the lock.
-        OSError: the file system locks no directory.
+        OSError: the file system cannot lock directories.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -141,14 +140,14 @@ def lock_directory(descriptor: int) -> None:
 
 
 def lock_pool(pool_fd: int) -> None:
-    """Lock the pool's file for as long as anything of this process can write to it.
+    """Lock the pool's file, shared, until this process can no longer write to it.
 
-    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
-    before a device or a medium and with a number as low as there is, because the kernel lets go
-    of a dying process's descriptors from the highest number down; never closed.
+    The next daemon waits for this lock. It is on a separate descriptor, never closed and opened
+    before any device or medium, so that it has the lowest number: the kernel closes a dying
+    process's descriptors from the highest number down.
 
     Raises:
-        PoolError: a daemon that takes the pool over holds the lock: this one's is gone.
+        PoolError: another daemon is taking the pool over; this process's daemon has exited.
     """
     descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -158,17 +157,17 @@ def lock_pool(pool_fd: int) -> None:
 
 
 def to_high_number(descriptor: int) -> int:
-    """Give a descriptor that will be closed a high number, so that a low one is free.
+    """Duplicate a descriptor to a high number and close the original, freeing a low number.
 
     Raises:
-        PoolError: there is none.
+        PoolError: no high number is available.
     """
     try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _MIN_HIGH_NUMBER)
     except OSError as error:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise PoolError(
-            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
+            f"no file descriptor from {_MIN_HIGH_NUMBER} on is available, the limit is {limit};"
             " raise LimitNOFILE, or ulimit -n"
         ) from error
     os.close(descriptor)
@@ -176,14 +175,14 @@ def to_high_number(descriptor: int) -> int:
 
 
 def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
-    """Map the pool's file, writable; the descriptor stays the caller's.
+    """Map the pool's file, writable; the caller still owns the descriptor.
 
     Raises:
         PoolError: the file is smaller than `pool_bytes`, or cannot be mapped.
     """
-    have = os.fstat(pool_fd).st_size
-    if have < pool_bytes:
-        raise PoolError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
+    file_bytes = os.fstat(pool_fd).st_size
+    if file_bytes < pool_bytes:
+        raise PoolError(f"the pool's file has {file_bytes} bytes instead of {pool_bytes}")
     try:
         return memoryview(mmap.mmap(pool_fd, pool_bytes))
     except (OSError, ValueError) as error:
@@ -191,14 +190,14 @@ def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
 
 
 def die_with_parent() -> None:
-    """Die with the broker, however that ends; ignore signals to end.
+    """Have the kernel kill this process when the broker exits; ignore SIGHUP, SIGINT, SIGTERM.
 
-    Signals that reach the whole process group or cgroup are for the broker,
-    which lets its children finish first.
+    Signals to the whole process group or cgroup are meant for the broker, which stops its children
+    after they have finished.
     """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died just before
+    if os.getppid() != parent:  # it exited before prctl
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -206,35 +205,37 @@ def die_with_parent() -> None:
 
 
 def prefer_oom_kill() -> None:
-    """Have the kernel end this process before the data path's where memory runs out."""
+    """Have the OOM killer prefer this process to those of the data path."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
 
 
 def lower_priority() -> None:
-    """Have this thread, from now on, give way to every other that wants its processor.
+    """Lower the calling thread's priority, so that waking threads preempt it.
 
-    `nice` alone decides shares: a thread that wakes still waits until the slice of the one that
-    runs is over. It preempts one whose slice is longer than its own (Linux 6.12 and later;
-    before, and where system calls are filtered, only the shares change). SCHED_IDLE would do the
-    same, and starve where all processors are busy, with the interpreter's lock in its hands.
+    `nice` only changes shares of the processor: a waking thread still waits for the end of the
+    running thread's slice, unless that slice is longer than its own (Linux 6.12 and later). So this
+    thread gets the longest slice. On older kernels, and if system calls are filtered, only the
+    share changes. SCHED_IDLE could starve this thread while it holds the interpreter lock.
     """
-    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _GIVING_WAY)
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICE_INCREMENT)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     if (number := _SCHED_SETATTR.get(os.uname().machine)) is not None:
         attributes = _SCHED_ATTR.pack(
             _SCHED_ATTR.size, os.SCHED_BATCH, 0, nice, 0, _LONG_SLICE_NS, 0, 0
         )
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # fails on other kernels: no harm
+        ctypes.CDLL(None).syscall(
+            number, 0, attributes, 0
+        )  # a failure on other kernels is harmless
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect no garbage meanwhile, and leave out later what there is then: it stays for life.
+    """Pause garbage collection in the block, then exempt all existing objects from collections.
 
-    A collection that looks at all modules takes ten milliseconds, at a start and in a loop.
+    A collection that visits all modules takes ten milliseconds, at the start and in a loop.
     """
     gc.disable()
     try:
@@ -245,50 +246,49 @@ def gc_paused() -> Iterator[None]:
 
 
 class StallDetector:
-    """Times a loop by the moments at which it begins and ends to wait for events.
+    """Detects turns of an event loop that take longer than `MAX_STALL_SECONDS`.
 
     Args:
-        whose: loop it is, for the log.
-        cpu: reads the processor seconds of the loop's thread.
+        name: of the process, for the log.
+        cpu: returns the processor seconds of the loop's thread.
     """
 
-    def __init__(self, whose: str, cpu: Callable[[], float] = time.thread_time) -> None:
-        self._whose = whose
+    def __init__(self, name: str, cpu: Callable[[], float] = time.thread_time) -> None:
+        self._name = name
         self._cpu = cpu
-        self._woke: float | None = None
-        self._sampled = 0.0  # when the processor time was `worked`
-        self._worked = 0.0
-        self._waits = 0.0
-        self._until: float | None = 0.0
+        self._woke_at: float | None = None
+        self._sampled_at = 0.0  # when the processor time was `worked`
+        self._cpu_seconds = 0.0
+        self._wait_began = 0.0
+        self._wait_until: float | None = 0.0
 
     def waits(self, now: float, seconds: float | None) -> None:
-        """The turn has ended, and events are waited for; None: for as long as it takes."""
-        self._waits = now
-        self._until = None if seconds is None else now + seconds
+        """Record that the loop starts to wait for at most `seconds`; None: without limit."""
+        self._wait_began = now
+        self._wait_until = None if seconds is None else now + seconds
 
     def woke(self, now: float) -> str:
-        """The next turn begins: how long the loop stood still since the last began, in words.
+        """Record the end of the wait; return a warning if the last turn stalled, else empty.
 
-        Empty for less than a second. What it says of work may be too much by a quarter second.
+        The reported processor time may be up to a quarter second too high.
 
         Args:
             now: seconds of a monotonic clock.
         """
-        if (woke := self._woke) is None:
-            woke = self._waits
-        self._woke = now
-        late = now - self._until if self._until is not None else 0.0
-        still = self._waits - woke + (late if late > 0 else 0.0)
-        if still <= MAX_STALL_SECONDS:
-            if now >= self._sampled + _SAMPLE_SECONDS:
-                self._sampled, self._worked = now, self._cpu()
+        if (began := self._woke_at) is None:
+            began = self._wait_began
+        self._woke_at = now
+        overslept = now - self._wait_until if self._wait_until is not None else 0.0
+        stall = self._wait_began - began + (overslept if overslept > 0 else 0.0)
+        if stall <= MAX_STALL_SECONDS:
+            if now >= self._sampled_at + _SAMPLE_SECONDS:
+                self._sampled_at, self._cpu_seconds = now, self._cpu()
             return ""
-        before, self._sampled, self._worked = self._worked, now, self._cpu()
-        worked = min(still, self._worked - before)
-        line = (
-            f"the {self._whose}'s loop stood still for {still:.1f} s, {worked:.1f} s of it at work"
-        )
-        if worked > still / 2:
+        cpu_before, self._sampled_at, self._cpu_seconds = self._cpu_seconds, now, self._cpu()
+        cpu_seconds = min(stall, self._cpu_seconds - cpu_before)
+        line = f"the {self._name}'s loop stood still for {stall:.1f} s"
+        line += f", {cpu_seconds:.1f} s of it at work"
+        if cpu_seconds > stall / 2:
             return (
                 f"{line}: a turn took that long, and all requests waited; a bug in kvd, report it"
             )
@@ -298,16 +298,15 @@ class StallDetector:
         )
 
 
-_KEPT_SECONDS = 1.0
+_USAGE_SECONDS = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What the operating system says of this process.
+    """Resource usage of this process.
 
-    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
-    there is none.
+    time: unix seconds. host: the machine's name. max_fds: limit of open descriptors, 0 if none.
     """
 
     time: float = 0.0
@@ -319,27 +318,27 @@ class ProcessUsage:
 
 
 class UsageReader:
-    """Asks the system at most once a second: to count descriptors takes a while where many are."""
+    """Reads the usage at most once a second, because counting many descriptors is slow."""
 
     def __init__(self) -> None:
-        self._until = 0.0
-        self._known = ProcessUsage(host=os.uname().nodename)
+        self._wait_until = 0.0
+        self._usage = ProcessUsage(host=os.uname().nodename)
 
     def read(self) -> ProcessUsage:
-        """Return the time of now, and figures of now or of a second ago."""
+        """Return the current time, and usage that is at most a second old."""
         now = time.monotonic()
-        if now >= self._until:
-            self._until = now + _KEPT_SECONDS
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if now >= self._wait_until:
+            self._wait_until = now + _USAGE_SECONDS
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             with contextlib.suppress(OSError):
-                # Where no descriptor is left to ask with, the figures stay.
+                # Without a free descriptor the previous values stay.
                 _, resident, *_ = Path("/proc/self/statm").read_bytes().split()
-                self._known = replace(
-                    self._known,
+                self._usage = replace(
+                    self._usage,
                     cpu_seconds=time.process_time(),
                     rss_bytes=int(resident) * _PAGE_BYTES,
                     open_fds=sum(1 for _ in Path("/proc/self/fd").iterdir())
-                    - 1,  # less the asking one
-                    max_fds=0 if most == resource.RLIM_INFINITY else most,
+                    - 1,  # without the one used to list them
+                    max_fds=0 if limit == resource.RLIM_INFINITY else limit,
                 )
-        return replace(self._known, time=time.time())
+        return replace(self._usage, time=time.time())

@@ -1,1 +1,1 @@
-"""Which namespace owns which bytes of the pool. Pure; knows nothing of chunks."""
+"""Which namespace owns which bytes of the pool. No I/O; knows nothing of chunks."""

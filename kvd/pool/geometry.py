@@ -1,24 +1,21 @@
-"""Where the chunks of one namespace lie in the pool, and in which order the pool is filled.
+"""Where the chunks of a namespace lie in the pool, and in which order the pool is filled.
 
-The pool is one run of bytes. A namespace lays a grid over all of it: one arena for
-each rank (one in all where every rank holds the same bytes), slot `i` of arena
-`r` being rank r's share of chunk i::
+**Grid.** A namespace divides the whole pool into arenas, one for each rank (a single one if all
+ranks hold the same bytes). Slot i of arena r is rank r's share of chunk i::
 
     num_slots     = cpu_bytes // sum(slot_bytes)
     arena_base(r) = sum(slot_bytes[:r]) * num_slots
     share of chunk i = arena_base(r) + i * slot_bytes[r], slot_bytes[r] bytes long
 
-Grids of several namespaces overlay each other, so bytes are owned in extents,
-equal pieces of the pool. A namespace claims extents by the column: a run of
-neighbouring slots about two extents wide in every arena, which costs the extents
-that those slots touch.
+**Extents and columns.** Grids of several namespaces overlap, so bytes are owned in extents, equal
+pieces of the pool. A namespace claims extents by the column: a run of neighbouring slots, about two
+extents wide in every arena. A column needs all extents that its slots touch.
 
-Memory of many gigabytes takes its time to be allocated and pinned, and a chunk needs
-a share in every rank's arena, spread over the whole pool. So the pool is filled piece
-by piece, not from its start onwards: with the first two pieces a chunk of two ranks
-has its bytes, with the first eight one of eight. Whoever fills (the broker allocates,
-lanes touch and pin) goes in this one order, so a single number, the bytes filled so
-far, says of every byte whether it may be used.
+**Fill order.** Allocating and pinning many gigabytes takes time, and a chunk needs a share in every
+arena, spread over the whole pool. So the pool is filled in pieces, in an order that spreads over
+all arenas: the first two pieces hold a chunk of two ranks, the first eight one of eight. The broker
+(which allocates) and lanes (which touch and pin) use the same order, so one number, the bytes
+filled so far, says of every byte whether it may be used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +28,11 @@ import numpy.typing as npt
 
 from kvd.errors import IntegrityError, PoolError
 
-# Pieces are so many bytes long, or pages of more: whole huge pages of tmpfs, which does not always
-# say that it uses them, and whole short pieces of a lane's copies.
+# Pieces are multiples of this, or of a larger page: so they consist of whole huge pages of tmpfs,
+# which does not always report them, and of whole short pieces of a lane's copies.
 UNIT_BYTES = 8 * 2**20
-# To pin a piece keeps the driver of the whole machine from others, about 0.04 s a GiB; and Linux
-# 6.11 to 6.13 pins no more than 2 GB at a time.
+# Pinning a piece blocks the whole machine's driver, about 0.04 s a GiB; and Linux 6.11 to 6.13 pins
+# no more than 2 GB at a time.
 MAX_PIECE_BYTES = 256 * 2**20
 MIN_PIECE_BYTES = 64 * 2**20
 _PIECES = 256
@@ -43,21 +40,21 @@ _SECTIONS = 64
 
 
 def piece_bytes_for(nbytes: int, page_bytes: int = UNIT_BYTES) -> int:
-    """Bytes of one piece of a pool of `nbytes`, whole units and whole pages (powers of two).
+    """Return the size of a piece of a pool of `nbytes`: whole units and whole pages.
 
-    About 256 pieces in all; a large pool has more, of MAX_PIECE_BYTES or of one page.
+    There are about 256 pieces; a large pool has more, of MAX_PIECE_BYTES or of one page.
     """
     unit = max(page_bytes, UNIT_BYTES)
-    wanted = min(max(-(-nbytes // _PIECES), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-    return -(-wanted // unit) * unit
+    piece_bytes = min(max(-(-nbytes // _PIECES), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    return -(-piece_bytes // unit) * unit
 
 
 @dataclass(frozen=True)
 class FillOrder:
-    """The order of the pieces of a pool of `nbytes`; the last piece may be short.
+    """The order in which the pieces of a pool of `nbytes` are filled; the last may be short.
 
     Raises:
-        PoolError: sizes that make no pieces.
+        PoolError: a size is below 1.
     """
 
     nbytes: int
@@ -69,46 +66,46 @@ class FillOrder:
 
     @classmethod
     def of(cls, nbytes: int, page_bytes: int = UNIT_BYTES) -> "FillOrder":
-        """The order that the whole daemon uses for a pool in pages of `page_bytes`."""
+        """Return the daemon's order for a pool in pages of `page_bytes`."""
         return cls(nbytes, piece_bytes_for(nbytes, page_bytes))
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The pieces' numbers, first to be filled first.
+        """The numbers of the pieces, in the order in which they are filled.
 
-        The pool is cut into sections; one piece of each in turn, and the sections in the order
-        that halves the largest gap: those of 2, 4, 8 … equal arenas grow from the first pieces on.
+        The pool is cut into sections that take turns, a piece each. Each section halves the largest
+        gap between those before, so that 2, 4, 8 … equal arenas fill at the same pace.
         """
         count = -(-self.nbytes // self.piece_bytes)
         bits = min(count, _SECTIONS).bit_length() - 1
         sections = 1 << bits
         starts = [section * count // sections for section in range(sections + 1)]
-        turns = sorted(range(sections), key=lambda section: _reversed_bits(section, bits))
+        section_order = sorted(range(sections), key=lambda section: _reversed_bits(section, bits))
         longest = -(-count // sections)
         return tuple(
             starts[section] + step
             for step in range(longest)
-            for section in turns
+            for section in section_order
             if starts[section] + step < starts[section + 1]
         )
 
     @cached_property
     def filled_with(self) -> tuple[int, ...]:
-        """By piece: how many bytes are filled once this piece is."""
-        filled, done = [0] * len(self.order), 0
+        """For each piece: how many bytes of the pool are filled once it is."""
+        filled_with, filled_bytes = [0] * len(self.order), 0
         for piece in self.order:
             begin, end = self.span(piece)
-            done += end - begin
-            filled[piece] = done
-        return tuple(filled)
+            filled_bytes += end - begin
+            filled_with[piece] = filled_bytes
+        return tuple(filled_with)
 
     def span(self, piece: int) -> tuple[int, int]:
-        """First byte and end of a piece in the pool."""
+        """Return the first byte and the end of a piece in the pool."""
         begin = piece * self.piece_bytes
         return begin, min(begin + self.piece_bytes, self.nbytes)
 
-    def needed(self, begin: int, end: int) -> int:
-        """How many bytes must be filled for pool bytes begin..end - 1 to be there."""
+    def required_fill(self, begin: int, end: int) -> int:
+        """Return how many bytes must be filled before pool bytes begin..end - 1 are usable."""
         pieces = range(begin // self.piece_bytes, (end - 1) // self.piece_bytes + 1)
         return max(self.filled_with[piece] for piece in pieces)
 
@@ -136,7 +133,7 @@ class Extents:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of extents."""
         return -(-self.cpu_bytes // self.size)
 
 
@@ -144,10 +141,10 @@ class Extents:
 class Geometry:
     """The grid of one namespace.
 
-    slot_bytes: bytes of one slot in each arena, one arena for each rank.
-    world_size: how many ranks hold shares of one chunk.
-    replicated: all of them hold the same bytes, stored once: there is one arena.
-    column_width: extents that a column is wide in every arena, or a slot, if that is wider.
+    slot_bytes: bytes of a slot in each arena; one arena for each rank.
+    world_size: the number of ranks that hold shares of a chunk.
+    replicated: all ranks hold the same bytes, which are stored once: there is one arena.
+    column_width: width of a column in every arena, in extents; at least one slot.
     blocks_per_chunk: blocks of a whole chunk; some chunks hold fewer.
     """
 
@@ -165,20 +162,20 @@ class Geometry:
 
     @cached_property
     def num_slots(self) -> int:
-        """How many chunks fill the pool."""
+        """The number of chunks that fill the pool."""
         return self.extents.cpu_bytes // self.bytes_per_chunk
 
     def arena_base(self, arena: int) -> int:
-        """Offset of slot 0 of an arena in the pool, in bytes."""
+        """Return the offset of an arena's slot 0 in the pool, in bytes."""
         return sum(self.slot_bytes[:arena]) * self.num_slots
 
     def writers(self, slot: int) -> int:
-        """The ranks whose shares make the slot's chunk complete, as a bit mask."""
-        # Where all hold the same bytes, they take turns to write.
+        """Return a bit mask of the ranks that write the slot's chunk."""
+        # Ranks that hold the same bytes take turns.
         return 1 << slot % self.world_size if self.replicated else (1 << self.world_size) - 1
 
     def shares(self, slot: int) -> list[tuple[int, int]]:
-        """First byte and end of every share of a slot's chunk in the pool."""
+        """Return the first byte and the end of each share of a slot's chunk in the pool."""
         starts = (self.arena_base(r) + slot * size for r, size in enumerate(self.slot_bytes))
         return [(start, start + size) for start, size in zip(starts, self.slot_bytes, strict=True)]
 
@@ -190,16 +187,16 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         return -(-self.num_slots // self.column_slots)
 
     def column_range(self, column: int) -> range:
-        """The slots of a column."""
+        """Return the slots of a column."""
         first = column * self.column_slots
         return range(first, min(first + self.column_slots, self.num_slots))
 
     def column_runs(self, column: int) -> list[tuple[int, int]]:
-        """First byte and end of a column's slots in every arena."""
+        """Return the first byte and the end of a column's slots in each arena."""
         slots = self.column_range(column)
         return [
             (base + slots.start * size, base + slots.stop * size)
@@ -207,7 +204,7 @@ class Geometry:
         ]
 
     def column_extents(self, column: int) -> tuple[int, ...]:
-        """The extents that a column's slots touch, ascending."""
+        """Return the extents that a column's slots touch, ascending."""
         size = self.extents.size
         touched: set[int] = set()
         for begin, end in self.column_runs(column):
@@ -216,25 +213,34 @@ class Geometry:
 
 
 class Tenant(Protocol):
-    """Whoever keeps chunks in a space, as the pool sees it."""
+    """The namespace that keeps chunks in a space, as the pool sees it."""
 
     stamps: npt.NDArray[np.uint64]
-    """For each slot, when its chunk was last of use."""
+    """For each slot, when its chunk was last used."""
 
     def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
+        """Return the slots that cannot be freed: pinned, being written, draining."""
 
     def yield_slots(self, slots: list[int]) -> None:
-        """Evict these unpinned chunks, end loans of these slots, and give them to the space."""
+        """Evict these unpinned chunks, end the slots' loans, and return them to the space."""
 
 
 class PoolSpace:
-    """Free and used slots of one namespace. Columns come and go by `kvd.pool.pool.Pool`.
+    """The slots of one namespace: which columns it has claimed, which of their slots are free.
 
-    `active`: engines are attached, so that the namespace has a share of its own.
-    `model`: whose quota counts; empty where none does.
-    `needs`: by column, how much of the pool must be filled for all its bytes to be there.
-    `exhausted`, `capped`: changes of the pool when it found no column, or none below its cap.
+    `kvd.pool.pool.Pool` opens and closes columns.
+
+    Attributes:
+        number: of the space, in the order in which spaces joined the pool.
+        model: whose quota applies; empty: none.
+        active: engines are attached, so the namespace has a fair share of the pool.
+        num_extents: that the space owns; updated by the pool.
+        exhausted_at, capped_at: the pool's change number when it last had no unowned column for the
+            space, or none below the quota's cap; -1: never.
+        column_extents: for each column the extents that it touches.
+        columns_at: for each extent the columns that touch it.
+        required_fill: for each column, how many bytes of the pool must be filled to use it.
+        empty: claimed columns without a used slot.
     """
 
     def __init__(
@@ -245,19 +251,19 @@ class PoolSpace:
         self.number = number
         self.model = model
         self.active = False
-        self.held = 0  # extents owned; kept by the pool
-        self.exhausted = self.capped = -1
+        self.num_extents = 0
+        self.exhausted_at = self.capped_at = -1
         self.free_slots = 0
         self.column_extents = [geometry.column_extents(c) for c in range(geometry.columns)]
         self.columns_at: dict[int, list[int]] = {}
         for column, extents in enumerate(self.column_extents):
             for extent in extents:
                 self.columns_at.setdefault(extent, []).append(column)
-        self.needs = [
-            max(fill.needed(*run) for run in geometry.column_runs(c))
+        self.required_fill = [
+            max(fill.required_fill(*run) for run in geometry.column_runs(c))
             for c in range(geometry.columns)
         ]
-        self.empty: set[int] = set()  # claimed columns without a used slot
+        self.empty: set[int] = set()
         self._width = geometry.column_slots
         self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
 
@@ -266,48 +272,47 @@ class PoolSpace:
 
     @property
     def claimed(self) -> list[int]:
-        """The columns that may be used."""
+        """The columns whose slots may be used."""
         return list(self._free)
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_columns(self) -> bool:
         """Every column is claimed."""
         return len(self._free) == len(self.column_extents)
 
     def take(self, n: int, usable: int | None = None) -> list[int]:
-        """Up to `n` free slots, in runs of neighbours as far as there are any.
+        """Allocate up to `n` free slots, neighbours where possible.
 
-        With `usable`, those whose bytes lie inside so many bytes of the pool, as filled.
+        `usable`: only slots whose bytes lie in the first `usable` filled bytes; None: all.
         """
-        taken: list[int] = []
+        slots: list[int] = []
         if n <= 0 or not self.free_slots:
-            return taken
-        for column in self._open_within(usable):
-            if len(taken) >= n:
+            return slots
+        for column in self._columns_with_free(usable):
+            if len(slots) >= n:
                 break
             free = self._free[column]
-            some = free[len(taken) - n :]
-            del free[len(taken) - n :]
-            some.reverse()
-            taken += some
+            from_column = free[len(slots) - n :]
+            del free[len(slots) - n :]
+            from_column.reverse()
+            slots += from_column
             self.empty.discard(column)
-        self.free_slots -= len(taken)
-        return taken
+        self.free_slots -= len(slots)
+        return slots
 
-    def free_within(self, usable: int | None) -> int:
-        """How many free slots `take` has."""
+    def num_free(self, usable: int | None) -> int:
+        """Return how many slots `take` can allocate."""
         if usable is None:
             return self.free_slots
-        return sum(len(self._free[column]) for column in self._open_within(usable))
+        return sum(len(self._free[column]) for column in self._columns_with_free(usable))
 
-    def _open_within(self, usable: int | None) -> Iterator[int]:
-        """Claimed columns with a free slot."""
+    def _columns_with_free(self, usable: int | None) -> Iterator[int]:
         for column, free in self._free.items():
-            if free and (usable is None or self.needs[column] <= usable):
+            if free and (usable is None or self.required_fill[column] <= usable):
                 yield column
 
     def give(self, slots: Iterable[int]) -> None:
-        """Chunks have left these slots: they are free again."""
+        """Free slots that no chunk uses any more."""
         width, num_slots = self._width, self.geometry.num_slots
         for slot in slots:
             column = slot // width
@@ -318,23 +323,23 @@ class PoolSpace:
                 free.sort(reverse=True)
                 self.empty.add(column)
 
-    def used_at(self) -> list[int]:
-        """By column, when a chunk in it was last of use."""
+    def last_uses(self) -> list[int]:
+        """Return for each column when a chunk in it was last used."""
         firsts = np.arange(0, self.geometry.num_slots, self._width)
         latest: list[int] = np.maximum.reduceat(self.tenant.stamps, firsts).tolist()
         return latest
 
     def busy_columns(self) -> set[int]:
-        """Columns in which something is pinned, being written or draining."""
+        """Return the columns in which a slot is pinned, being written or draining."""
         return {slot // self._width for slot in self.tenant.busy_slots()}
 
     def used_slots(self, column: int) -> list[int]:
-        """The slots of a claimed column that are not free, ascending."""
+        """Return the slots of a claimed column that are not free, ascending."""
         free = set(self._free[column])
         return [slot for slot in self.geometry.column_range(column) if slot not in free]
 
     def free_among(self, first: int, end: int) -> set[int]:
-        """The slots from `first` to before `end` without a chunk: free, or not claimed."""
+        """Return the slots of `first` to `end - 1` that are free or not in a claimed column."""
         free: set[int] = set()
         for column in range(first // self._width, -(-end // self._width)):
             slots = self._free.get(column)
@@ -342,43 +347,40 @@ class PoolSpace:
         return free
 
     def open_column(self, column: int) -> None:
-        """A column was claimed: its slots are free."""
+        """Add a column that was claimed; its slots are free."""
         slots = self.geometry.column_range(column)
         self._free[column] = list(reversed(slots))
         self.empty.add(column)
         self.free_slots += len(slots)
 
     def occupy(self, slots: npt.NDArray[np.int64]) -> None:
-        """Free slots of claimed columns are in use."""
+        """Allocate these free slots of claimed columns."""
         slots = np.sort(slots)
         columns, starts = np.unique(slots // self._width, return_index=True)
         for column, used in zip(columns.tolist(), np.split(slots, starts[1:]), strict=True):
-            left = set(self._free[column]).difference(used.tolist())
-            self._free[column] = sorted(left, reverse=True)
+            still_free = set(self._free[column]).difference(used.tolist())
+            self._free[column] = sorted(still_free, reverse=True)
             self.free_slots -= len(used)
             self.empty.discard(column)
 
     def close_column(self, column: int) -> None:
-        """A column goes back."""
+        """Remove a column that was released."""
         free = self._free.pop(column)
         self.free_slots -= len(free)
         self.empty.discard(column)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where free slots are miscounted, twice or in another column."""
+        """Raise IntegrityError if free slots are miscounted, listed twice or in a wrong column."""
         total = 0
         for column, free in self._free.items():
             slots = self.geometry.column_range(column)
             if len(set(free)) != len(free) or not set(free) <= set(slots):
                 raise IntegrityError(f"column {column} has the free slots {free}")
             if (column in self.empty) != (len(free) == len(slots)):
-                raise IntegrityError(f"column {column} is wrongly called empty or not")
+                raise IntegrityError(f"column {column} has {len(free)} free slots: {self.empty=}")
             total += len(free)
         if total != self.free_slots or not self.empty <= self._free.keys():
-            raise IntegrityError(f"{total} free slots in {self!r}")
-
-    def __repr__(self) -> str:
-        return (
-            f"<PoolSpace {self.number}: {len(self._free)} of {len(self.column_extents)} columns,"
-            f" {self.free_slots} slots free, {self.held} extents>"
-        )
+            raise IntegrityError(
+                f"space {self.number} has {total} free slots, counted {self.free_slots}; empty"
+                f" columns {self.empty} of {self.claimed}"
+            )

@@ -43,26 +43,26 @@ def start_process(
     Raises:
         OSError: the process could not be started; nothing is left behind.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with theirs:
+    broker_end, child_end = socket.socketpair(socket.AF_UNIX)
+    with child_end:
         try:
-            number = theirs.fileno()
+            child_fd = child_end.fileno()
             process = subprocess.Popen(
                 # -P: import nothing from the daemon's working directory.
-                [sys.executable, "-P", "-m", module, *arguments, str(number)],
-                pass_fds=(number, *fds),
+                [sys.executable, "-P", "-m", module, *arguments, str(child_fd)],
+                pass_fds=(child_fd, *fds),
                 stdin=subprocess.DEVNULL,
                 env=_FOR_CHILDREN
                 | {name: text for name, text in os.environ.items() if name not in _FOR_THE_BROKER},
             )
             try:
-                return StartedProcess(process, os.pidfd_open(process.pid), ours)
+                return StartedProcess(process, os.pidfd_open(process.pid), broker_end)
             except OSError:
                 process.kill()
                 process.wait()
                 raise
         except OSError:
-            ours.close()
+            broker_end.close()
             raise
 
 
@@ -113,8 +113,8 @@ class Child:
         self._delay = _FIRST_DELAY
         self._start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._killed_because = ""
-        self._polls_for_room = False
+        self._kill_reason = ""
+        self._polls_for_write = False
         self.link: Channel | None = None
         self.pidfd = -1
         self.served = False
@@ -145,7 +145,7 @@ class Child:
         except OSError as error:
             remedy = f"; {open_files_remedy()}" if is_out_of_files(error) else ""
             log.error("%s cannot be started: %s%s", self.name, error, remedy, extra=self.fields)  # noqa: TRY400  # no bug
-            self._put_off(now)
+            self._back_off(now)
             return False
         self.adopt(started)
         return True
@@ -154,7 +154,7 @@ class Child:
         """Supervise a process that `start_process` has already started."""
         self._process, self.pidfd = started.process, started.pidfd
         self.link = Channel(started.link, b"ROUTER")
-        self.served = self._polls_for_room = False
+        self.served = self._polls_for_write = False
         for fd in (self.link.fileno(), self.pidfd):
             self._poller.register(fd, select.EPOLLIN)
 
@@ -167,11 +167,11 @@ class Child:
         except EOFError:
             return  # the process is exiting; `turn` reaps it
         except (ChannelFull, OSError) as error:
-            why = f"its orders cannot be sent: {error}"
-            log.error("%s is killed: %s", self.name, why, extra=self.fields)  # noqa: TRY400  # no bug
-            self.kill(why)
+            reason = f"its orders cannot be sent: {error}"
+            log.error("%s is killed: %s", self.name, reason, extra=self.fields)  # noqa: TRY400  # no bug
+            self.kill(reason)
             return
-        self._poll_for_room()
+        self._poll_for_write()
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Flush the channel, dispatch received messages, and reap the process if it has exited.
@@ -183,7 +183,7 @@ class Child:
         if self.link is not None and self.link.wants_write:
             try:
                 self.link.flush()
-                self._poll_for_room()
+                self._poll_for_write()
             except EOFError:
                 pass  # it is exiting: messages it sent before are still read below
         if self.link is not None and (self.link.more or self.link.fileno() in ready):
@@ -208,10 +208,10 @@ class Child:
         except DescriptorsLost as error:
             self.kill(f"the broker could not receive descriptors: {error}; {open_files_remedy()}")
 
-    def kill(self, why: str = "the daemon stops") -> None:
+    def kill(self, reason: str = "the daemon stops") -> None:
         """Send SIGKILL; messages that the process has sent can still be received."""
         if self._process is not None:
-            self._killed_because = self._killed_because or why
+            self._kill_reason = self._kill_reason or reason
             self._process.kill()
 
     def close_link(self) -> None:
@@ -227,7 +227,7 @@ class Child:
             return ""
         self.close_link()
         code = self._process.wait()
-        why, self._killed_because = self._killed_because, ""
+        reason, self._kill_reason = self._kill_reason, ""
         self._process = None
         self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
@@ -236,24 +236,21 @@ class Child:
             self._delay = _FIRST_DELAY
             self._start_at = now + self._pause
         else:
-            self._put_off(now)
-        if code == -signal.SIGKILL and why:
-            return f"killed by kvd: {why}"
+            self._back_off(now)
+        if code == -signal.SIGKILL and reason:
+            return f"killed by kvd: {reason}"
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
-    def _poll_for_room(self) -> None:
+    def _poll_for_write(self) -> None:
         """Poll for writability exactly while the channel has unsent bytes."""
-        if self.link is not None and self.link.wants_write != self._polls_for_room:
-            self._polls_for_room = self.link.wants_write
-            room = select.EPOLLOUT if self._polls_for_room else 0
-            self._poller.modify(self.link.fileno(), select.EPOLLIN | room)
+        if self.link is not None and self.link.wants_write != self._polls_for_write:
+            self._polls_for_write = self.link.wants_write
+            write_event = select.EPOLLOUT if self._polls_for_write else 0
+            self._poller.modify(self.link.fileno(), select.EPOLLIN | write_event)
 
-    def _put_off(self, now: float) -> None:
+    def _back_off(self, now: float) -> None:
         self._delay = min(2 * self._delay, _LONGEST_DELAY)
         self._start_at = now + self._delay
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, pid {self.pid}>"
 
 
 def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = math.inf) -> None:
@@ -270,7 +267,7 @@ def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = mat
         child.kill()
     for child in _wait(children, patience):
         log.error(
-            "%s, pid %d, does not end: its medium hangs; the next daemon starts when it has ended",
+            "%s, pid %d, does not exit: its medium hangs; the next daemon starts after its exit",
             child.name, child.pid, extra=child.fields,
         )  # fmt: skip
 
@@ -278,14 +275,14 @@ def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = mat
 def _wait(children: Iterable[Child], seconds: float) -> list[Child]:
     """Reap the processes that exit within `seconds`; return the others."""
     end = time.monotonic() + seconds
-    left = [child for child in children if child.running]
-    while left and (rest := end - time.monotonic()) > 0:
+    running = [child for child in children if child.running]
+    while running and (remaining := end - time.monotonic()) > 0:
         poll = select.poll()
-        for child in left:
+        for child in running:
             poll.register(child.pidfd, select.POLLIN)
-        ended = dict(poll.poll(min(rest, _LONGEST_POLL) * 1000))
-        for child in left:
-            if child.pidfd in ended:
+        ready = dict(poll.poll(min(remaining, _LONGEST_POLL) * 1000))
+        for child in running:
+            if child.pidfd in ready:
                 child.reap(0.0)
-        left = [child for child in left if child.running]
-    return left
+        running = [child for child in running if child.running]
+    return running

@@ -44,8 +44,8 @@ def configured_tiers(texts: list[str]) -> list[TierProcess]:
     from kvd.tier.contract import check_tiers  # noqa: PLC0415  # most daemons have no tier
 
     settings = parse_tiers(texts)
-    kinds = zip(settings, check_tiers(settings), strict=True)
-    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in kinds)
+    configured = zip(settings, check_tiers(settings), strict=True)
+    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in configured)
 
 
 class LaneProcess(Child):
@@ -53,7 +53,7 @@ class LaneProcess(Child):
 
     Attributes:
         lifeline: a descriptor that reads end of file once the lane copies nothing any more.
-        socket: where the lane serves workers; None until it was sent `BeginLane`.
+        socket: path on which the lane serves workers; None before `BeginLane` was sent.
     """
 
     lifeline = -1
@@ -85,12 +85,12 @@ class Children:
         runtime_dir: Path,
         core: Broker,
         poller: select.epoll,
-        carry_out: Callable[[list[Effect]], None],
+        execute: Callable[[list[Effect]], None],
     ) -> None:
         self._runtime_dir = runtime_dir
         self._core = core
         self._poller = poller
-        self._carry_out = carry_out
+        self._execute = execute
         self._incarnations = itertools.count(1)
         self._pin_lock = os.memfd_create("kvd-pin-lock", os.MFD_CLOEXEC)
         self.lanes: dict[str, LaneProcess] = {}
@@ -101,8 +101,8 @@ class Children:
                 {"tier": tier.name},
                 poller,
                 decode=TIERING.decode,
-                on_message=partial(self._from_tier, tier.index),
-                on_end=partial(self._tier_ended, tier.index),
+                on_message=partial(self._on_tier_message, tier.index),
+                on_end=partial(self._on_tier_end, tier.index),
                 pause=_PAUSE_SECONDS,
                 turn_seconds=_TIER_TURN_SECONDS,
             )
@@ -117,8 +117,8 @@ class Children:
             {"lane": device},
             self._poller,
             decode=LINK.decode,
-            on_message=partial(self._from_lane, device),
-            on_end=lambda why, _: self._carry_out(self._core.supervision.lost(device, why)),
+            on_message=partial(self._on_lane_message, device),
+            on_end=lambda reason, _: self._execute(self._core.supervision.lost(device, reason)),
         )
         return lane
 
@@ -162,24 +162,28 @@ class Children:
         )
         tier.send(TIERING.encode(begin), [pool.fd])
 
-    def _from_lane(self, device: str, message: Message, fds: tuple[int, ...], now: float) -> None:
+    def _on_lane_message(
+        self, device: str, message: Message, fds: tuple[int, ...], now: float
+    ) -> None:
         if isinstance(message, LaneReady) and fds:
             lane = self.lanes[device]
             lane.lifeline, lane.served = fds[0], True
             fds = fds[1:]
         close_all(fds)
-        self._carry_out(self._core.supervision.received(device, message, now))
+        self._execute(self._core.supervision.received(device, message, now))
 
-    def _from_tier(self, index: int, message: Message, fds: tuple[int, ...], now: float) -> None:
+    def _on_tier_message(
+        self, index: int, message: Message, fds: tuple[int, ...], now: float
+    ) -> None:
         close_all(fds)
         self.tiers[index].served |= isinstance(message, TierReady)
-        self._carry_out(self._core.tiering.received(index, message, now))
+        self._execute(self._core.tiering.received(index, message, now))
 
-    def _tier_ended(self, index: int, why: str, now: float) -> None:
+    def _on_tier_end(self, index: int, reason: str, now: float) -> None:
         if not self._core.state.stopping:
-            self._carry_out(self._core.tiering.lost(index, why, now))
+            self._execute(self._core.tiering.lost(index, reason, now))
 
-    def to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
+    def send_to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a lane; kill it instead if it is to stop before it has begun."""
         lane = self.lanes[device]
         if lane.socket is not None:
@@ -187,7 +191,7 @@ class Children:
         elif isinstance(message, StopLane):
             lane.kill()
 
-    def to_tier(self, index: int, message: Message, fds: Sequence[int]) -> None:
+    def send_to_tier(self, index: int, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a tier."""
         self.tiers[index].send(TIERING.encode(message), fds)
 
@@ -207,14 +211,14 @@ class Children:
 class HttpProcess:
     """The HTTP server's process, and its listening sockets, which the broker binds and keeps.
 
-    The process inherits the sockets, so a restart refuses no client: connections wait in the
-    kernel's queue. It is a process because a thread would share the interpreter lock with the
+    The process inherits the sockets, so no client is refused during a restart: connections wait in
+    the kernel's queue. It is a process because a thread would share the interpreter lock with the
     broker's loop. It starts two seconds after the broker or with the first connection, and sends a
     message every five seconds.
 
     Args:
         runtime_dir: the directory of the daemon.
-        unix_path: the Unix socket, which is always bound.
+        unix_path: of the Unix socket, which is always bound.
         listen: the setting `http_listen`; with ``off`` the process starts only
             with the first connection to the Unix socket.
 
@@ -238,20 +242,20 @@ class HttpProcess:
             {},
             poller,
             decode=lambda frame: (None, frame),
-            on_message=self._heard,
-            on_end=lambda why, _: log.warning("the HTTP process has ended: %s", why),
+            on_message=self._on_message,
+            on_end=lambda reason, _: log.warning("the HTTP process has ended: %s", reason),
             pause=_PAUSE_SECONDS,
         )
-        self._eager_at: float | None = None
-        self._watched: list[int] = []
+        self._start_at: float | None = None
+        self._watched_fds: list[int] = []
         if self._tcp is not None:
             host, port = self._tcp.getsockname()[:2]
             bound = ListenAddress(host, port)
             log.info("HTTP on http://%s", bound)
             if bound.everywhere:
                 log.warning(
-                    "http_listen = %s: everybody who reaches this machine reads the daemon's"
-                    " state, without a password; 127.0.0.1 is for this machine alone",
+                    "http_listen = %s: every machine that reaches this one can read the daemon's"
+                    " state without a password; 127.0.0.1 restricts it to this machine",
                     listen,
                 )
 
@@ -262,25 +266,25 @@ class HttpProcess:
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Start the process when it is due, and kill it if it falls silent."""
-        if self._eager_at is None:
-            self._eager_at = now + _HTTP_AFTER_SECONDS
+        if self._start_at is None:
+            self._start_at = now + _HTTP_AFTER_SECONDS
         if self._child.running:
             self._child.turn(ready, now)
-            if why := self._state.check(now, _HTTP_SILENT_SECONDS):
-                self._child.kill(why)
+            if reason := self._state.check(now, _HTTP_SILENT_SECONDS):
+                self._child.kill(reason)
         elif self._child.due(now):
-            asked = any(fd in ready for fd in self._watched)
-            if asked or (self._tcp is not None and now >= self._eager_at):
+            client_waiting = any(fd in ready for fd in self._watched_fds)
+            if client_waiting or (self._tcp is not None and now >= self._start_at):
                 self._start(now)
-            elif not self._watched:
-                self._watched = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
-                for fd in self._watched:
+            elif not self._watched_fds:
+                self._watched_fds = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
+                for fd in self._watched_fds:
                     self._poller.register(fd, select.EPOLLIN)
 
     def _start(self, now: float) -> None:
-        for fd in self._watched:
+        for fd in self._watched_fds:
             self._poller.unregister(fd)
-        self._watched = []
+        self._watched_fds = []
         fds = [self._unix.fileno()]
         arguments = ["--runtime-dir", str(self._runtime_dir), "--unix-fd", str(fds[0])]
         if self._tcp is not None:
@@ -289,7 +293,7 @@ class HttpProcess:
         self._state.started(now)
         self._child.start(now, [*arguments, "--link-fd"], fds)
 
-    def _heard(self, _message: bytes, fds: Iterable[int], now: float) -> None:
+    def _on_message(self, _message: bytes, fds: Iterable[int], now: float) -> None:
         close_all(tuple(fds))
         self._child.served = True
         self._state.heard(now)

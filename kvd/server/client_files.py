@@ -1,11 +1,8 @@
-"""What clients get descriptors of: directories, descriptions, and pipes that tell of READY chunks.
+"""Files whose descriptors clients get: directories, descriptions, and pipes that signal READY.
 
-A directory is an anonymous memory file. The broker keeps the only writable mapping; the file is
-sealed against every later one, and clients get a descriptor opened read-only.
-
-Descriptions lie in one file for each namespace. A file is sparse, written with `os.pwrite` and
-never mapped: on a full filesystem a description is lost, and not the daemon. Clients get a
-descriptor that reads only.
+Descriptions lie in one sparse file for each namespace. It is written with `os.pwrite` and never
+mapped: on a full filesystem a description is lost instead of a SIGBUS ending the daemon. Clients
+get a read-only descriptor.
 """
 
 import contextlib
@@ -33,20 +30,20 @@ _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
 
 
 class DirectoryMemory:
-    """Makes directory buffers and keeps the read-only descriptors, by namespace.
+    """Creates directory buffers, and holds their read-only descriptors by namespace.
 
-    A directory is an anonymous memory file. The broker keeps the only writable mapping; the file
-    is sealed against every later one, and clients get a descriptor opened read-only.
+    A directory is an anonymous memory file. The broker has the only writable mapping; the file is
+    sealed against further ones, and clients get a read-only descriptor.
     """
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
 
     def make(self, name: str, nbytes: int) -> mmap.mmap:
-        """Return a zeroed writable buffer; its read-only descriptor is kept under `name`.
+        """Return a zeroed writable buffer; `fd(name)` is its read-only descriptor.
 
         Raises:
-            Refusal: NOT_READY where there is no descriptor or memory for it now.
+            Refusal: NOT_READY if there is no descriptor or memory now.
         """
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
@@ -61,56 +58,56 @@ class DirectoryMemory:
         except OSError as error:
             raise Refusal(
                 ErrorCode.NOT_READY,
-                f"no directory of {format_size(nbytes)} can be made now: {error.strerror};"
-                " raise LimitNOFILE (ulimit -n) or free memory, it is tried again",
+                f"no directory of {format_size(nbytes)} can be created now: {error.strerror};"
+                " raise LimitNOFILE (ulimit -n) or free memory, the engine retries",
             ) from error
         return buffer
 
     def fd(self, name: str) -> int:
-        """Return the read-only descriptor."""
+        """Return a namespace's read-only descriptor."""
         return self._fds[name]
 
     def drop(self, name: str) -> None:
-        """Close one namespace's descriptor, if there is one."""
+        """Close a namespace's descriptor, if any."""
         fd = self._fds.pop(name, None)
         if fd is not None:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the descriptors; mappings live on where they are."""
+        """Close the descriptors; existing mappings stay valid."""
         for name in list(self._fds):
             self.drop(name)
 
 
 class ReadyPipes:
-    """Pipes that tell schedulers of their READY chunks, by the engine's number.
+    """Pipes that signal schedulers that chunks became READY, by the engine's number.
 
     An engine's scheduler gets the read end, so its event loop need not poll. The two ends have
-    flags of their own: whatever a client does to its end, a write here never waits; those of an
-    eventfd would share them. Where the pipe is full the byte is not needed.
+    separate flags, unlike an eventfd: whatever a client sets on its end, a write here never blocks.
+    If the pipe is full, the scheduler has a signal pending, and the byte is dropped.
     """
 
     def __init__(self) -> None:
         self._pipes: dict[int, tuple[int, int]] = {}
 
     def read_end(self, engine: int) -> list[int]:
-        """Return the descriptor for the engine's scheduler, in a list; empty where none is left."""
+        """Return a list of the scheduler's read end; empty if no descriptor is left."""
         if engine not in self._pipes:
             try:
                 self._pipes[engine] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:  # its scheduler polls, as without an event loop
+            except OSError:  # the scheduler polls instead
                 return []
         return [self._pipes[engine][0]]
 
-    def tell(self, engine: int) -> None:
-        """Write a byte: chunks of the engine became READY."""
+    def signal(self, engine: int) -> None:
+        """Signal that chunks of the engine became READY."""
         pipe = self._pipes.get(engine)
         if pipe is not None:
             with contextlib.suppress(BlockingIOError):
                 os.write(pipe[1], b"\1")
 
     def drop(self, engine: int) -> None:
-        """Close the pipe of an engine that is gone."""
+        """Close the pipe of an engine that has ended."""
         for fd in self._pipes.pop(engine, ()):
             os.close(fd)
 
@@ -119,20 +116,20 @@ class DescriptionFile:
     """The descriptions of one namespace.
 
     Args:
-        path: of the file. One that has records of this size is gone on with, as that of the daemon
-            before; another one is made anew.
+        path: of the file. Records of `record_bytes`, from the previous daemon, are retained; a file
+            with other records is truncated.
         record_bytes: of a slot.
-        kept: it stays for the next daemon; else it has no name any more.
+        persistent: leave the file to the next daemon; else it is unlinked now.
 
     Attributes:
-        max_bytes: that a description may have.
-        read_fd: reads only.
+        max_bytes: of a description.
+        read_fd: a read-only descriptor.
 
     Raises:
-        OSError: it cannot be made now.
+        OSError: the file cannot be opened now.
     """
 
-    def __init__(self, path: Path, record_bytes: int, *, kept: bool) -> None:
+    def __init__(self, path: Path, record_bytes: int, *, persistent: bool) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not is_own_file(path.lstat()):
                 remove_tree(path)
@@ -146,14 +143,14 @@ class DescriptionFile:
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, pack_header(record_bytes), 0)
             self.read_fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            if not kept:
+            if not persistent:
                 path.unlink()
         except OSError:
             self.close()
             raise
 
     def write(self, slot: int, generation: int, description: bytes) -> bool:
-        """Keep the description of the slot's chunk; False where there is no room."""
+        """Store the description of the slot's chunk; return False if there is no space."""
         record = pack_record(slot, generation, description)
         try:
             written = os.pwrite(self._fd, record, record_offset(slot, self._record_bytes))
@@ -169,10 +166,10 @@ class DescriptionFile:
 
 
 class DescriptionFiles:
-    """Those of all namespaces, by the namespace's id in hex.
+    """The description files of all namespaces, by the namespace's id in hex.
 
     Args:
-        open_file: opens that of a namespace, with records of so many bytes; may raise OSError.
+        open_file: opens a namespace's file, given its id and record size; may raise OSError.
     """
 
     def __init__(self, open_file: Callable[[str, int], DescriptionFile]) -> None:
@@ -180,15 +177,15 @@ class DescriptionFiles:
         self._files: dict[str, DescriptionFile] = {}
 
     def make(self, name: str, record_bytes: int) -> DescriptionFile | None:
-        """Open a namespace's file; None where that cannot be now, and the log says why."""
+        """Open a namespace's file; return None and log the reason if that fails."""
         self.drop(name)
         try:
             file = self._files[name] = self._open_file(name, record_bytes)
         except OSError as error:
             log.warning(
-                "namespace %s: its chunks are stored without descriptions, so that routers learn"
-                " no token ids of them (%s); raise LimitNOFILE (ulimit -n) or make room, it is"
-                " tried again when an engine attaches",
+                "namespace %s: its chunks are stored without descriptions, so routers get no token"
+                " ids for them (%s); raise LimitNOFILE (ulimit -n) or free space, kvd retries when"
+                " an engine attaches",
                 name[:8],
                 error,
             )
@@ -196,17 +193,17 @@ class DescriptionFiles:
         return file
 
     def read_fds(self, name: str) -> list[int]:
-        """Return the descriptor that reads a namespace's file, in a list; empty without a file."""
+        """Return a list of the read-only descriptor of a namespace's file; empty without a file."""
         file = self._files.get(name)
         return [] if file is None else [file.read_fd]
 
     def drop(self, name: str) -> None:
-        """Close a namespace's file, if there is one."""
+        """Close a namespace's file, if any."""
         file = self._files.pop(name, None)
         if file is not None:
             file.close()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         for name in list(self._files):
             self.drop(name)

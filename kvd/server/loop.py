@@ -1,7 +1,8 @@
-"""The broker's loop: everything that touches the outside, around kvd.broker.
+"""The broker process's loop: all I/O around the decisions of `kvd.broker`.
 
-startup → loop → drain → shutdown. One thread; it polls the connections of sessions, the lanes, the
-pool's allocator and signals, turns each into a call of the core, and carries the effects out.
+startup → loop → drain → shutdown. One thread. It polls the connections of sessions, the links to
+lanes and tiers, the pool's allocator and signals, passes each event to the broker's decisions, and
+executes the effects that they return.
 """
 
 import contextlib
@@ -62,34 +63,34 @@ from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
-HELD_UP_SECONDS = 0.01
+POOL_IN_USE_POLL_SECONDS = 0.01
 
 
 class ConfigReader:
-    """Passes SIGHUP and what was read on to the broker's decisions.
+    """Reads the configuration again, on SIGHUP or on request, in a thread of its own.
 
-    It reads beside the loop: a disk may take its time, the loop may not.
+    A slow disk must not delay the loop.
     """
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._hung_up = False
+        self._sighup_received = False
         self._outcome: LoadedSettings | ConfigError | None = None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """SIGHUP's handler."""
         del number, frame
-        self._hung_up = True
+        self._sighup_received = True
 
     def turn(self, core: ConfigReload) -> list[Effect]:
-        """One turn of the loop: pass on what was read, begin to read where that is wanted."""
+        """Apply what was read, and start reading if requested; return the effects."""
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
             effects += core.finish(outcome)
             set_level(core.loaded.settings.log_level)
-        if self._hung_up:
-            self._hung_up = False
+        if self._sighup_received:
+            self._sighup_received = False
             core.sighup()
         if core.begin():
             threading.Thread(target=self._read, name="kvd-config", daemon=True).start()
@@ -100,7 +101,7 @@ class ConfigReader:
             self._outcome = self._sources.load()
         except ConfigError as error:
             self._outcome = error
-        except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
+        except Exception as error:  # noqa: BLE001  # a client may be waiting for the reply
             self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
 
 
@@ -109,14 +110,14 @@ class BrokerService:
 
     Args:
         loaded: the settings.
-        sources: where they came from, to read them again.
+        sources: where the settings came from, to reload them.
         version: name and version of the daemon.
-        runtime: its directory, locked.
-        first_lane: the host's lane, where it was started already.
-        cold: begin without the kept pool.
+        runtime: the runtime directory, locked.
+        first_lane: the host lane's process; None if it could not be started yet.
+        cold: start without the chunks of the previous daemon.
 
     Raises:
-        KvdError: it cannot start, with the remedy.
+        KvdError: the daemon cannot start; names the remedy.
     """
 
     def __init__(
@@ -135,10 +136,10 @@ class BrokerService:
         self._config = ConfigReader(sources)
         self._runtime = runtime
         remember_pool_dir(runtime.path, Path(settings.pool_dir))
-        self._kept_pool = PersistentPool(
+        self._persistent_pool = PersistentPool(
             Path(settings.pool_dir),
             self._runtime.path,
-            keeps=settings.keep_pool == "yes",
+            persistent=settings.keep_pool == "yes",
             cold=cold,
         )
         self._resets = ResetFile(self._runtime.resets)
@@ -147,18 +148,18 @@ class BrokerService:
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
         self._directories = DirectoryMemory()
-        self._descriptions = DescriptionFiles(self._kept_pool.open_descriptions)
+        self._descriptions = DescriptionFiles(self._persistent_pool.open_descriptions)
         self._ready_pipes = ReadyPipes()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pool: PoolMemory | None = None
-        self._drained_by: float | None = None  # end of `drain_seconds`
-        self._stop_at = math.inf  # when the lanes are killed, whatever they do
+        self._drain_deadline: float | None = None  # None until a signal stops the daemon
+        self._stop_deadline = math.inf  # then the lanes are killed
         self._signals = 0
         self._next_tick = 0.0
-        self._held_up = False  # by a process that may still write to the pool's memory
+        self._pool_in_use = False  # a process of a dead daemon may still write to it
         self._usage = UsageReader()
-        self._polled = 0.0
-        self._standstill = StallDetector("broker")
+        self._last_poll = 0.0
+        self._stall_detector = StallDetector("broker")
         self._boot_id = os.urandom(16)
         self.core = Broker(
             loaded,
@@ -172,10 +173,10 @@ class BrokerService:
         )
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
-            self._note(LogEvent(warning, "warning"))
+            self._log_event(LogEvent(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
-        self._children = Children(self._runtime.path, self.core, self._poller, self._carry_out)
+        self._children = Children(self._runtime.path, self.core, self._poller, self._execute)
         host = self._children.add_lane(HOST)
         if first_lane is not None:
             host.adopt(first_lane)
@@ -183,9 +184,9 @@ class BrokerService:
             self._runtime.broker_socket,
             self.core,
             self._poller,
-            self._carry_out,
+            self._execute,
             allowed=allowed,
-            own=lambda peer: peer.pid == self._http.pid,
+            is_own_process=lambda peer: peer.pid == self._http.pid,
         )
         self._poller.register(self._wake_read, select.EPOLLIN)
 
@@ -198,7 +199,7 @@ class BrokerService:
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             log.info("serving %s, pid %d", self._runtime.path, os.getpid())
-            while not self._finished():
+            while not self._advance_stop():
                 self._turn()
         finally:
             signal.set_wakeup_fd(wakeup)
@@ -208,65 +209,71 @@ class BrokerService:
         return 0
 
     def _turn(self) -> None:
-        """Wait, and serve requests; look at everything else where something of it is due."""
+        """Wait for events and handle them.
+
+        1. Note which sessions are readable.
+        2. Handle the lanes' messages first: they report which chunks are READY.
+        3. Serve requests.
+        4. Handle the rest, if any event is ready or due.
+        """
         sessions, busy = self._sessions, self.core.background.busy
         now = time.monotonic()
-        if self._polled:
-            self.core.loop_turned(now - self._polled)
-        patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
+        if self._last_poll:
+            self.core.loop_turned(now - self._last_poll)
+        timeout = POOL_IN_USE_POLL_SECONDS if self._pool_in_use else max(0.0, self._next_tick - now)
         if tiers := self._children.tiers:
-            patience = min(patience, self.core.tiering.due(now))
+            timeout = min(timeout, self.core.tiering.due(now))
         if busy or sessions.pending or any(tier.unread for tier in tiers):
-            patience = 0.0
-        look_at = now + patience if tiers else math.inf
-        self._standstill.waits(now, patience)
-        ready = dict(self._poller.poll(patience))
-        now = self._polled = time.monotonic()
-        if stood_still := self._standstill.woke(now):
-            self._note(LogEvent(stood_still, "warning"))
+            timeout = 0.0
+        tier_deadline = now + timeout if tiers else math.inf
+        self._stall_detector.waits(now, timeout)
+        ready = dict(self._poller.poll(timeout))
+        now = self._last_poll = time.monotonic()
+        if stall := self._stall_detector.woke(now):
+            self._log_event(LogEvent(stall, "warning"))
         sessions.handle_events(ready)
-        due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
+        due = ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
         if due:
-            for lane in list(self._children.lanes.values()):  # first: they say what is READY
+            for lane in list(self._children.lanes.values()):
                 lane.turn(ready, now)
         if sessions.pending:
             sessions.serve(now)
         if due:
-            self._look_around(ready, now)
+            self._handle_other_events(ready, now)
 
-    def _look_around(self, ready: dict[int, int], now: float) -> None:
-        """Look at all that is no request: what is ready of it, and what is due by the time."""
-        self._sessions.count()
+    def _handle_other_events(self, ready: dict[int, int], now: float) -> None:
+        """Handle everything that is no request: ready descriptors, timers, children."""
+        self._sessions.report_drops()
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
-            self._next_tick = 0.0  # a signal has come, or more of the pool is there
+            self._next_tick = 0.0  # a signal, or progress of the pool's allocation
         if self._pool is not None and not self.core.state.pool_ready:
-            self._pool_turn(self._pool)
-        if self._pool is not None and self._pool.place is not None:
-            place, self._pool.place = self._pool.place, None
-            self._note(place)
+            self._check_allocation(self._pool)
+        if self._pool is not None and self._pool.placement is not None:
+            placement, self._pool.placement = self._pool.placement, None
+            self._log_event(placement)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
-            self._carry_out(self.core.tick(now))
-            self._carry_out(self._config.turn(self.core.reloading))
-        self._carry_out(self.core.background.work())
+            self._execute(self.core.tick(now))
+            self._execute(self._config.turn(self.core.reloading))
+        self._execute(self.core.background.work())
         self._http.turn(ready, now)
         for tier in self._children.tiers:
             tier.turn(ready, now)
-        self._carry_out(self.core.tiering.turn(now))
+        self._execute(self.core.tiering.turn(now))
         self._start_children(now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
     def _start_children(self, now: float) -> None:
-        """Start the children that do not run, once nothing else can write to the pool's memory."""
+        """Start children that are due, once no process of a dead daemon can write to the pool."""
         pool = self._pool
-        self._held_up = pool is not None and not pool.may_be_written
-        if pool is not None and not self._held_up and not self.core.state.stopping:
-            self._kept_pool.settle()
+        self._pool_in_use = pool is not None and not pool.may_be_used
+        if pool is not None and not self._pool_in_use and not self.core.state.stopping:
+            self._persistent_pool.commit()
             self._children.start_due(pool, now)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+        with contextlib.suppress(BlockingIOError):  # full: the loop wakes anyway
             os.write(self._wake_write, b"x")
 
     @property
@@ -277,7 +284,7 @@ class BrokerService:
 
     def _pool_limits(self, pinning_lanes: int | None = None) -> PoolLimits:
         pool_dir = Path(self._settings.pool_dir)
-        return PoolLimits.of(pool_dir, self._kept_pool.allocated_bytes(), pinning_lanes)
+        return PoolLimits.of(pool_dir, self._persistent_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
         def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
@@ -294,10 +301,10 @@ class BrokerService:
             )
 
         try:
-            self._pool, namespaces = self._kept_pool.open(cpu_bytes, make, engine)
+            self._pool, namespaces = self._persistent_pool.open(cpu_bytes, make, engine)
         except PoolError:
             if self._settings.pool_bytes is not None:  # this daemon does not start
-                self._kept_pool.close()
+                self._persistent_pool.close()
             raise
         self._pool.start(self._wake)
         log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
@@ -306,77 +313,86 @@ class BrokerService:
     def _drop_buffers(self, namespace: str) -> None:
         self._directories.drop(namespace)
         self._descriptions.drop(namespace)
-        self._kept_pool.drop(namespace)
+        self._persistent_pool.drop(namespace)
 
-    def _open_sized(self, effect: OpenPool) -> None:
-        """Open a pool whose size the ranks of an engine decide."""
+    def _open_auto_sized_pool(self, effect: OpenPool) -> None:
+        """Open the pool with the size that an engine's layouts give (`cpu_bytes = auto`)."""
         lanes = pinning_lanes(effect.layouts, effect.devices)
         largest = self._pool_limits(lanes).largest
         registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
-                self._settings, effect.layouts, largest, self._kept_pool.reusable_cpu_bytes(), lanes
+                self._settings,
+                effect.layouts,
+                largest,
+                self._persistent_pool.reusable_cpu_bytes(),
+                lanes,
             )
             namespaces = self._open_pool(cpu_bytes, effect)
         except Refusal as refusal:
-            self._carry_out(registration.pool_refused(refusal))
+            self._execute(registration.pool_refused(refusal))
         except PoolError as error:
-            lack = Refusal(ErrorCode.NOT_READY, str(error))
-            self._carry_out(registration.pool_refused(lack))
+            self._execute(registration.pool_refused(Refusal(ErrorCode.NOT_READY, str(error))))
         else:
-            self._carry_out(registration.pool_opened(namespaces, explanation))
+            self._execute(registration.pool_opened(namespaces, explanation))
 
-    def _pool_turn(self, pool: PoolMemory) -> None:
+    def _check_allocation(self, pool: PoolMemory) -> None:
         if pool.error:
-            self._kept_pool.failed()
-            raise PoolError(f"{pool.error}{self._kept_pool.what_stays}")
-        self._carry_out(self.core.pool_allocated(pool.allocated))
+            self._persistent_pool.allocation_failed()
+            raise PoolError(f"{pool.error}{self._persistent_pool.retained_text}")
+        self._execute(self.core.pool_allocated(pool.allocated))
 
     # -------------------------------------------------------------- effects
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Reply():
                     self._sessions.reply(effect)
                 case Notify():
-                    self._sessions.notify(effect.session, effect.message, self._resolve(effect.fd))
+                    self._sessions.notify(
+                        effect.session, effect.message, self._descriptors(effect.fd)
+                    )
                 case ToLane():
-                    self._children.to_lane(effect.device, effect.message, self._resolve(effect.fd))
+                    self._children.send_to_lane(
+                        effect.device, effect.message, self._descriptors(effect.fd)
+                    )
                 case ToTier():
-                    self._children.to_tier(effect.tier, effect.message, self._resolve(effect.fd))
+                    self._children.send_to_tier(
+                        effect.tier, effect.message, self._descriptors(effect.fd)
+                    )
                 case StartLane():
                     self._children.add_lane(effect.device)
                 case DropLane():
-                    del self._children.lanes[effect.device]  # which has ended
+                    del self._children.lanes[effect.device]  # its process has ended
                 case KillLane():
                     self._children.lanes[effect.device].kill(effect.reason)
                 case _:
-                    self._account(effect)
+                    self._execute_locally(effect)
 
-    def _account(self, effect: Effect) -> None:
-        """Carry out what concerns this process alone: the log, and descriptors that it holds."""
+    def _execute_locally(self, effect: Effect) -> None:
+        """Execute effects on this process's own state: the pool, descriptors, the log."""
         match effect:
             case OpenPool():
-                self._open_sized(effect)
+                self._open_auto_sized_pool(effect)
             case KillTier():
                 self._children.kill_tier(effect)
             case DropFds():
                 self._sessions.drop_fds(effect.session)
             case ChunksReady():
-                self._ready_pipes.tell(effect.engine)
+                self._ready_pipes.signal(effect.engine)
             case DropEngine():
                 self._ready_pipes.drop(effect.engine)
             case LogEvent():
-                self._note(effect)
+                self._log_event(effect)
 
-    def _note(self, event: LogEvent) -> None:
+    def _log_event(self, event: LogEvent) -> None:
         self.core.record_event(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         text = f"{event.text}\n{event.trace}" if event.trace else event.text
         log.log(level, text, extra=event.fields)
 
-    def _resolve(self, name: FdName | None) -> list[int]:
+    def _descriptors(self, name: FdName | None) -> list[int]:
         match name:
             case DirectoryFd():
                 directory = [self._directories.fd(name.namespace.hex())]
@@ -400,42 +416,47 @@ class BrokerService:
         del number, frame
         self._signals += 1
 
-    def _finished(self) -> bool:
+    def _advance_stop(self) -> bool:
+        """After a signal: start the drain, then stop the lanes; return whether the loop ends.
+
+        The loop ends when no lane runs, at a second signal, or at the deadline.
+        """
         if not self._signals:
             return False
         now = time.monotonic()
         lanes = self.core.supervision
-        if self._drained_by is None:
-            self._carry_out(self.core.stop())
-            self._drained_by = now + self._settings.drain_seconds
-            self._stop_at = self._drained_by + lanes.unpin_seconds
-            self._notifier.stopping(self._stop_at - now)
+        if self._drain_deadline is None:
+            self._execute(self.core.stop())
+            self._drain_deadline = now + self._settings.drain_seconds
+            self._stop_deadline = self._drain_deadline + lanes.unpin_seconds
+            self._notifier.notify_stopping(self._stop_deadline - now)
         running = any(lane.running for lane in self._children.lanes.values())
         if not running or self._signals > 1:
             return True
-        if now >= self._stop_at:
-            log.warning("lanes run %.0f s after the drain, stopping", now - self._drained_by)
+        if now >= self._stop_deadline:
+            log.warning(
+                "lanes still run %.0f s after the drain; stopping", now - self._drain_deadline
+            )
             return True
-        if now >= self._drained_by:
-            self._carry_out(lanes.end_drain())
+        if now >= self._drain_deadline:
+            self._execute(lanes.end_drain())
         return False
 
     def _shutdown(self) -> None:
         self._http.close()
-        self._notifier.stopping(self.core.supervision.unpin_seconds)  # lanes that are killed unpin
+        self._notifier.notify_stopping(
+            self.core.supervision.unpin_seconds
+        )  # killed lanes still unpin the pool
         self._sessions.close()
         self._children.close()
-        ledgers = [each.directory.ledger for each in self.core.state.open_namespaces]
-        chunks = sum(len(ledger) for ledger in ledgers if ledger is not None)
+        ledgers = [namespace.directory.ledger for namespace in self.core.state.open_namespaces]
+        num_chunks = sum(len(ledger) for ledger in ledgers if ledger is not None)
         if self._pool is not None:
             self._pool.close()
-        self._kept_pool.close()
-        left = self._kept_pool.left(chunks)
-        if not left:
+        self._persistent_pool.close()
+        remains = self._persistent_pool.remaining_text(num_chunks)
+        if not remains:
             forget_pool_dir(self._runtime.path, Path(self._settings.pool_dir))
-        self._runtime.release()  # last: the next daemon may start from here on
+        self._runtime.release()  # last: from here on the next daemon may start
         self._notifier.close()
-        log.info("stopped%s", left)
-
-    def __repr__(self) -> str:
-        return f"<BrokerService {self._runtime!r}: {self.core!r}>"
+        log.info("stopped%s", remains)

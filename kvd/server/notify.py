@@ -1,13 +1,13 @@
 """Messages to the service manager over ``$NOTIFY_SOCKET``; see sd_notify(3).
 
-The watchdog is fed at the end of a turn of the loop and nowhere else, so a loop that stands
-still is seen. A manager that does not read never holds the loop up: what cannot be sent waits
-for the next turn. Where no manager listens it is dropped.
+The watchdog is fed only at the end of a turn of the loop, so a stalled loop is noticed. A manager
+that does not read never blocks the loop: messages that cannot be sent wait for the next turn. If no
+manager listens, they are dropped.
 
-READY means *serving*: requests are answered and engines may connect. It does not wait for the
-pool: a large one takes minutes, ``cpu_bytes = "auto"`` has none before an engine came, and an
-engine that is ordered after kvd must be able to start meanwhile. Whoever wants to wait for the
-pool asks ``kvd status --wait`` or ``/readyz``.
+READY means *serving*: requests are answered and engines may connect. It does not wait for the pool:
+allocating a large one takes minutes, ``cpu_bytes = "auto"`` has none before the first engine, and
+an engine whose unit is ordered after kvd must start meanwhile. To wait for the pool use ``kvd
+status --wait`` or ``/readyz``.
 """
 
 import logging
@@ -21,35 +21,35 @@ from kvd.broker.status_report import readiness_checks
 from kvd.errors import ConfigError
 
 log = logging.getLogger("kvd.daemon")
-_MAX_WAITING = 16
-SLOWEST_BEAT_SECONDS = 5.0
-SHUTDOWN_SECONDS = 30.0  # of what follows the lanes' end: tiers, the pool's files
+_MAX_UNSENT = 16
+MAX_BEAT_SECONDS = 5.0
+SHUTDOWN_SECONDS = 30.0  # after the lanes have ended: tiers, the pool's files
 _TEXT_SECONDS = 1.0
-_LONGEST_TEXT = 400
+_MAX_TEXT_CHARS = 400
 
 
 class Notifier:
-    """The connection to the service manager; silent where there is none.
+    """The connection to the service manager; does nothing without one.
 
-    While the pool is on its way, each beat that finds progress asks for more time, so that a
-    start job which waits for the pool is not ended; a pool that stands still gets none.
+    While the pool is being allocated or pinned, each beat with progress extends the start timeout,
+    so that a start job that waits for the pool is not ended. Without progress it is not extended.
 
     Args:
-        address: a path, or ``@`` and a name in the abstract namespace; empty for none.
-        watchdog_seconds: the manager's patience, or None where it has no watchdog.
+        address: a path, or ``@`` and a name in the abstract namespace; empty for no manager.
+        watchdog_seconds: the manager's watchdog timeout; None if it has no watchdog.
     """
 
     def __init__(self, address: str = "", watchdog_seconds: float | None = None) -> None:
         self.address = address
         self.watchdog = watchdog_seconds is not None
-        self.period = min(watchdog_seconds or 2 * SLOWEST_BEAT_SECONDS, 3600.0) / 2
-        self._said_ready = False
+        self.period = min(watchdog_seconds or 2 * MAX_BEAT_SECONDS, 3600.0) / 2
+        self._ready_sent = False
         self._next_beat = 0.0
         self._next_text = 0.0
         self._text = ""
         self._progress: float | None = None
-        self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
-        self._reached = True
+        self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
+        self._delivered = True
         self._reloading = False
         self._socket: socket.socket | None = None
         if address[:1] in {"/", "@"}:
@@ -79,38 +79,37 @@ class Notifier:
         return cls(address, watchdog)
 
     def turn(self, now: float, state: BrokerState, *, reloading: bool) -> None:
-        """A turn of the loop has ended; `reloading` while the settings are being read again."""
+        """Send what is due at the end of a turn; `reloading`: the settings are being read again."""
         if self._socket is None:
             return
         if reloading and not self._reloading:
-            self._say(["RELOADING=1", f"MONOTONIC_USEC={_usec(now)}"])
+            self._queue(["RELOADING=1", f"MONOTONIC_USEC={_usec(now)}"])
         elif self._reloading and not reloading:
-            self._said_ready = False
+            self._ready_sent = False
         self._reloading = reloading
-        if self.due(now) and not self._waiting:
-            progress = (
-                None if state.pool_usable else float(state.allocated_bytes + state.pinned_bytes)
-            )
-            self._say(self.lines(now, _standing(state, now), progress))
+        if self.is_due(now) and not self._unsent:
+            pool_bytes = state.allocated_bytes + state.pinned_bytes
+            progress = None if state.pool_usable else float(pool_bytes)
+            self._queue(self.lines(now, _state_text(state, now), progress))
         self._flush()
 
-    def due(self, now: float) -> bool:
-        """Something may have to be said at `now` (monotonic seconds)."""
-        return not self._said_ready or now >= min(self._next_beat, self._next_text)
+    def is_due(self, now: float) -> bool:
+        """Return whether a message may be due at `now` (monotonic seconds)."""
+        return not self._ready_sent or now >= min(self._next_beat, self._next_text)
 
     def lines(self, now: float, text: str, progress: float | None) -> list[str]:
-        """Return what is due at `now`; empty when there is nothing new.
+        """Return the lines to send at `now`; empty if nothing has changed.
 
         Args:
             now: monotonic seconds.
-            text: how the daemon stands, for people.
-            progress: a figure that grows until the daemon is ready, None once it is.
+            text: the daemon's state, for people.
+            progress: a number that grows until the pool is usable; then None.
         """
         lines = []
-        if not self._said_ready:
-            self._said_ready = True
+        if not self._ready_sent:
+            self._ready_sent = True
             lines.append("READY=1")
-        text = " ".join(text.split())[:_LONGEST_TEXT]
+        text = " ".join(text.split())[:_MAX_TEXT_CHARS]
         self._next_text = now + _TEXT_SECONDS
         if text != self._text:
             self._text = text
@@ -124,9 +123,9 @@ class Notifier:
             self._progress = progress
         return lines
 
-    def stopping(self, seconds: float) -> None:
-        """The daemon ends; its lanes do within `seconds`."""
-        self._say(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"])
+    def notify_stopping(self, seconds: float) -> None:
+        """Announce that the daemon stops, and its lanes within `seconds`."""
+        self._queue(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"])
 
     def close(self) -> None:
         """Close the socket."""
@@ -134,35 +133,30 @@ class Notifier:
             self._socket.close()
             self._socket = None
 
-    def _say(self, lines: list[str]) -> None:
+    def _queue(self, lines: list[str]) -> None:
         if lines and self._socket is not None:
-            self._waiting.append("\n".join(lines).encode())
+            self._unsent.append("\n".join(lines).encode())
             self._flush()
 
     def _flush(self) -> None:
         target = "\0" + self.address[1:] if self.address[0] == "@" else self.address
-        while self._waiting and self._socket is not None:
+        while self._unsent and self._socket is not None:
             try:
-                self._socket.sendto(self._waiting[0], target)
+                self._socket.sendto(self._unsent[0], target)
             except BlockingIOError:
                 return
             except OSError as error:
-                if self._reached:
+                if self._delivered:
                     log.warning("NOTIFY_SOCKET=%s: %s", self.address, error.strerror)
-                self._reached = False
+                self._delivered = False
             else:
-                if not self._reached:
-                    self._said_ready = False  # what was dropped may have been READY
-                self._reached = True
-            self._waiting.popleft()
-
-    def __repr__(self) -> str:
-        where = self.address if self._socket is not None else "no manager"
-        watchdog = f"watchdog every {self.period:g} s" if self.watchdog else "no watchdog"
-        return f"<Notifier to {where}, {watchdog}, {len(self._waiting)} waiting>"
+                if not self._delivered:
+                    self._ready_sent = False  # READY may be among the dropped messages
+                self._delivered = True
+            self._unsent.popleft()
 
 
-def _standing(state: BrokerState, now: float) -> str:
+def _state_text(state: BrokerState, now: float) -> str:
     missing = [str(check) for check in readiness_checks(state, now) if not check.ok]
     return "serving, not ready: " + "; ".join(missing) if missing else "ready"
 

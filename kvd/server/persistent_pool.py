@@ -1,16 +1,17 @@
-"""The kept pool: what a daemon leaves to the next one in files.
+"""The persistent pool: the pool's memory and the files that let the next daemon reuse its chunks.
 
-A damaged ledger or manifest is renamed, and the latest one stays; a pool never is, since
-two do not fit into memory: its file is used again, or removed.
+Replacing a pool is a transaction. A start that fails or is killed before `commit` leaves the
+previous pool unchanged:
 
-A pool that this daemon does not go on with is given up only when the new one is allocated:
-the file grows beside the old bytes, new ledgers have names of their own, and no lane writes
-until then. The old pool is gone when the header of its trailer is cleared, before anything
-else of it changes: an older manifest that is put back later is not believed. A start that
-fails or is killed before leaves everything as it was.
+1. `open` extends the file beyond the previous pool's bytes and creates ledgers under draft names.
+   No lane writes to the pool yet.
+2. `commit` clears the header of the previous pool's trailer before it changes anything else, so no
+   restored manifest of that pool is accepted later. Then it removes the previous ledgers, writes
+   the manifest and renames the drafts.
 
-Where no manifest says which pool the file holds, any trailers may lie in it. Then the file is
-made anew, once it is known that the new pool fits.
+A damaged ledger or manifest is renamed, and only the latest such file is retained. A pool's file is
+never renamed because two pools do not fit into memory: it is reused or removed. Without a valid
+manifest the file may contain any trailer, so it is created anew once the new pool is known to fit.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from kvd.server.pool_memory import PoolMemory, shortage_remedy
 from kvd.server.state_files import (
     DESCRIPTIONS,
     LEDGER,
-    VERSION,
+    MANIFEST_VERSION,
     Manifest,
     PoolFiles,
     is_own_file,
@@ -47,84 +48,84 @@ from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-_DRAFT = ".new"  # of a namespace's file beside those of the pool before
+_DRAFT = ".new"  # suffix of a new pool's files before `commit`
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 MakeNamespaces = Callable[[LedgerSetup | None, FillOrder], Namespaces]
-_Ledgers = dict[Path, mmap.mmap]  # chunks to go on with, by file
+_Ledgers = dict[Path, mmap.mmap]  # mapped ledgers of the previous daemon, by file
 
 
 class PersistentPool:
-    """The files of one runtime directory's pool; only its daemon may use this.
+    """The pool of one runtime directory, locked for this daemon.
 
     Args:
-        pool_dir: where the pool goes.
-        runtime_dir: the daemon's, as an absolute path.
-        keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
-            there is used.
-        cold: begin without what is there.
+        pool_dir: the directory of pools.
+        runtime_dir: the daemon's runtime directory, an absolute path.
+        persistent: leave the pool to the next daemon. If false, the pool is removed at the end, and
+            chunks of the previous daemon are not used.
+        cold: do not use the chunks of the previous daemon.
 
     Raises:
-        ConfigError: pool_dir is none, cannot be written, or can be written by every user.
-        AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
+        ConfigError: pool_dir is no directory, is not writable, or is writable by every user.
+        AlreadyRunning: another daemon uses the pool, even if the runtime directory was replaced.
     """
 
     def __init__(
-        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+        self, pool_dir: Path, runtime_dir: Path, *, persistent: bool, cold: bool = False
     ) -> None:
         self._files = PoolFiles(pool_dir, runtime_dir)
         self._pool_dir, self._runtime_dir = pool_dir.absolute(), runtime_dir
-        self.keeps = keeps and self._files.own
+        self.persistent = persistent and self._files.discoverable
         self._cold = cold
-        self._before = self._files.read_manifest()  # this daemon's own once it is settled
-        self._goes_on = False
-        self._fresh = False  # nothing of an older pool is left
-        self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
+        self._previous = self._files.read_manifest()  # this daemon's own after `commit`
+        self._reuses_pool = False
+        self._all_new = False  # committed, and no bytes of an older pool are left
+        self._pending: tuple[Manifest, PoolMemory] | None = None  # None after `commit`
         self._trailer: PoolTrailer | None = None
-        self._mapped: mmap.mmap | None = None  # the trailer, in the pool's file
+        self._trailer_map: mmap.mmap | None = None  # the mapped trailer of the pool's file
 
     # ---------------------------------------------------------------- start
 
     def reusable_cpu_bytes(self) -> int | None:
-        """Return `cpu_bytes` of the pool that is there and can be used again; None without one."""
-        manifest = self._usable
+        """Return `cpu_bytes` of the previous pool if it can be reused, else None."""
+        manifest = self._reusable_manifest
         return manifest.cpu_bytes if manifest is not None else None
 
     def allocated_bytes(self) -> int:
-        """Return the memory that the pool's file takes now, which this daemon uses or frees."""
+        """Return the memory that the pool's file takes now; this daemon reuses or frees it."""
         return allocated_bytes(self._files.pool)
 
     def open(
         self, cpu_bytes: int, make_namespaces: MakeNamespaces, engine: OpenPool | None = None
     ) -> tuple[PoolMemory, Namespaces]:
-        """Open a pool of `cpu_bytes`, with every chunk of the daemon before that is undamaged.
+        """Open a pool of `cpu_bytes` with all undamaged chunks of the previous daemon.
 
-        What this daemon does not go on with stays until `settle`.
+        A previous pool that is not reused stays unchanged until `commit`.
 
         Args:
-            cpu_bytes: the budget.
-            make_namespaces: makes them without any namespace; called again where one is damaged.
-            engine: that decides the pool's size; None where it is fixed.
+            cpu_bytes: size of the pool.
+            make_namespaces: returns an empty `Namespaces`; called again if a ledger is damaged.
+            engine: the engine whose layouts decide the size; None if the size is configured.
 
         Raises:
-            PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
-            Refusal: a directory cannot be made now.
+            PoolError: there is no memory or descriptor; the previous pool is unchanged.
+            Refusal: a namespace's directory cannot be created now.
         """
-        name, ledgers = self._find(cpu_bytes)
+        name, ledgers = self._load_previous(cpu_bytes)
         try:
-            anew = self._before is None
-            pool = PoolMemory(self._files.pool, cpu_bytes, anew=anew, engine=engine)
+            create_anew = self._previous is None
+            pool = PoolMemory(self._files.pool, cpu_bytes, create_anew=create_anew, engine=engine)
         except PoolError as error:
-            raise PoolError(f"{error}{self.what_stays}") from error
+            raise PoolError(f"{error}{self.retained_text}") from error
         try:
-            return pool, self._fill(cpu_bytes, name, pool, ledgers, make_namespaces)
+            return pool, self._open_namespaces(cpu_bytes, name, pool, ledgers, make_namespaces)
         except (PoolError, Refusal):
             self._unmap()
             pool.close()
             raise
 
-    def _fill(
+    def _open_namespaces(
         self,
         cpu_bytes: int,
         name: str,
@@ -132,17 +133,17 @@ class PersistentPool:
         ledgers: _Ledgers,
         make_namespaces: MakeNamespaces,
     ) -> Namespaces:
-        """Return the namespaces of a pool, with the chunks of these ledgers."""
-        if self._goes_on:
-            self._mapped = pool.map_trailer()
-            trailer = PoolTrailer(self._mapped)
+        """Return namespaces with the chunks of `ledgers`; commit if no pool is replaced."""
+        if self._reuses_pool:
+            self._trailer_map = pool.map_trailer()
+            trailer = PoolTrailer(self._trailer_map)
         else:
             trailer = PoolTrailer.create(name)
         self._trailer = trailer
         epoch = self._next_epoch(trailer)
         trailer.number = max(trailer.number, epoch << EPOCH_SHIFT)
         manifest = Manifest(
-            version=VERSION,
+            version=MANIFEST_VERSION,
             pool=name,
             cpu_bytes=cpu_bytes,
             bytes=pool.nbytes,
@@ -150,59 +151,61 @@ class PersistentPool:
             kernel=kernel_boot(),
             epoch=epoch,
         )
-        self._new = manifest, pool
-        if self._goes_on or pool.fresh:  # nothing is given up for it
-            self.settle()
+        self._pending = manifest, pool
+        if self._reuses_pool or pool.fresh:  # no previous pool is replaced
+            self.commit()
         ledger_setup = None
-        if self.keeps:
+        if self.persistent:
             ledger_setup = LedgerSetup(self.make_ledger, name, trailer, epoch << EPOCH_SHIFT)
         while True:
             namespaces = make_namespaces(ledger_setup, pool.fill)
-            if self._restore(ledgers, namespaces, trailer):
-                self._drop_orphans(ledgers)
+            if self._reopen_ledgers(ledgers, namespaces, trailer):
+                self._remove_orphaned_descriptions(ledgers)
                 trailer.retain(file.name.removesuffix(LEDGER) for file in ledgers)
                 return namespaces
 
     def _next_epoch(self, trailer: PoolTrailer) -> int:
-        """Return an epoch greater than that of any daemon before, as far as files tell.
+        """Return an epoch above those of the clock, the previous manifest and the trailer.
 
-        The clock makes epochs grow even where no file is left to tell the last one. It may be
-        wrong by any number of years: they must fit 32 bits, with room for more restarts.
+        The clock makes epochs grow even if all files were lost. It may be wrong by years, so it is
+        bounded: epochs have 32 bits and must leave numbers for more restarts.
         """
         now = max(0, min(int(time.time()), _LAST_CLOCK))
-        before = self._before.epoch if self._before is not None else 0
-        return max(now, before + 1, (trailer.number >> EPOCH_SHIFT) + 1)
+        previous_epoch = self._previous.epoch if self._previous is not None else 0
+        return max(now, previous_epoch + 1, (trailer.number >> EPOCH_SHIFT) + 1)
 
-    def _find(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
-        """Return the name of a pool of `cpu_bytes`, and what it can go on with."""
-        self._undo()
-        manifest = self._usable
+    def _load_previous(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
+        """Remove drafts; return the pool's name and the previous ledgers to reuse, mapped."""
+        self._remove_drafts()
+        manifest = self._reusable_manifest
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
             log.warning(
-                "the kept pool has %s, %s are wanted: it is given up when the new one is there, and"
-                " the cache starts empty",
+                "the kept pool has %s, cpu_bytes is %s: it is replaced once the new pool is"
+                " allocated, and the cache starts empty",
                 format_size(manifest.cpu_bytes),
                 format_size(cpu_bytes),
             )
             manifest = None
-        self._goes_on = manifest is not None
+        self._reuses_pool = manifest is not None
         if manifest is None:
             return os.urandom(POOL_NAME_BYTES // 2).hex(), {}
         ledgers: _Ledgers = {}
         for file in self._files.ledgers():
             try:
-                self._open_ledger(file, ledgers)
+                self._map_ledger(file, ledgers)
             except OSError as error:
                 raise PoolError(
                     f"{file} cannot be opened now: {error.strerror}{shortage_remedy(error)}"
-                    f"{self.what_stays}"
+                    f"{self.retained_text}"
                 ) from error
         if not ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
         return manifest.pool, ledgers
 
-    def _restore(self, ledgers: _Ledgers, namespaces: Namespaces, trailer: PoolTrailer) -> bool:
-        """Reopen every ledger; return False where one was set aside and all must begin again."""
+    def _reopen_ledgers(
+        self, ledgers: _Ledgers, namespaces: Namespaces, trailer: PoolTrailer
+    ) -> bool:
+        """Reopen all namespaces; return False if a ledger was set aside: all must be repeated."""
         for file, buffer in list(ledgers.items()):
             began = time.perf_counter()
             try:
@@ -226,14 +229,14 @@ class PersistentPool:
                 del ledgers[file]
                 return False
             except IntegrityError as error:
-                # Two ledgers name the same bytes; either may be wrong.
+                # Two ledgers claim the same bytes; either may be wrong.
                 for other in ledgers:
                     self._files.set_aside(other, str(error))
                 ledgers.clear()
                 return False
             ready = namespace.table.slots.stats()["ready"]
             log.info(
-                "namespace %s (%s): %d chunks, %s, of the daemon before are here again (%.0f ms)",
+                "namespace %s (%s): %d chunks, %s, of the previous daemon are restored (%.0f ms)",
                 file.name[:8],
                 namespace.label,
                 ready,
@@ -242,58 +245,66 @@ class PersistentPool:
             )
         return True
 
-    def _drop_orphans(self, ledgers: _Ledgers) -> None:
-        """Remove descriptions of chunks that no ledger of this daemon's pool has."""
-        if self._new is None:
-            for file in self._files.of_namespaces():
+    def _remove_orphaned_descriptions(self, ledgers: _Ledgers) -> None:
+        """Remove descriptions of namespaces without a ledger in this daemon's pool."""
+        if self._pending is None:
+            for file in self._files.namespace_files():
                 if file.suffix == DESCRIPTIONS and file.with_suffix(LEDGER) not in ledgers:
                     remove_tree(file)
 
-    def settle(self) -> None:
-        """Give up what this daemon does not go on with: the new pool is there, and is its own.
+    def commit(self) -> None:
+        """Replace the previous pool by the new one; repeated calls do nothing.
 
-        Does nothing where that is done.
+        1. Clear the previous trailer's header, and remove the previous namespaces' files.
+        2. Write the new trailer and the manifest.
+        3. Rename the drafts, and cut the file to the new size.
 
         Raises:
-            PoolError: there is no room for the manifest, or no descriptor for the trailer.
+            PoolError: there is no space for the manifest, or no descriptor for the trailer.
         """
-        if self._new is None:
+        if self._pending is None:
             return
-        manifest, pool = self._new
-        if not self._goes_on:
-            self._mapped = self._mapped or pool.map_trailer()
-            if self._before is not None:
-                pool.clear_trailer(self._before.bytes)
-                log.info("the new pool is there: the one that was kept is given up")
-            for file in self._files.of_namespaces():
+        manifest, pool = self._pending
+        if not self._reuses_pool:
+            self._trailer_map = self._trailer_map or pool.map_trailer()
+            if self._previous is not None:
+                pool.clear_trailer(self._previous.bytes)
+                log.info("the new pool is allocated: the previous one is dropped")
+            for file in self._files.namespace_files():
                 remove_tree(file)
-            if self._trailer is not None:  # over bytes of the old pool, which has no chunks now
-                self._trailer.move(self._mapped)
+            if (
+                self._trailer is not None
+            ):  # it overwrites bytes of the previous pool, whose chunks are gone
+                self._trailer.move(self._trailer_map)
         self._files.write_manifest(manifest)
-        self._before, self._new, self._fresh = manifest, None, not self._goes_on
-        for draft in self._files.of_namespaces(_DRAFT):
+        self._previous, self._pending, self._all_new = manifest, None, not self._reuses_pool
+        for draft in self._files.namespace_files(_DRAFT):
             draft.rename(draft.with_suffix(""))
-        pool.settle()
+        pool.commit()
 
-    def failed(self) -> None:
-        """The pool cannot be allocated: what this daemon made goes with it."""
-        if self._fresh:
-            self.keeps = False  # it will not fit next time either
+    def allocation_failed(self) -> None:
+        """Remove this daemon's new pool at `close`: its memory cannot be allocated."""
+        if self._all_new:
+            self.persistent = False  # it would not fit next time either
 
     @property
-    def what_stays(self) -> str:
-        """What a start that fails leaves, for the end of an error; empty for nothing."""
-        if self._before is None or self._fresh:
+    def retained_text(self) -> str:
+        """End of an error text: the previous pool that a failed start leaves; empty if none."""
+        if self._previous is None or self._all_new:
             return ""
-        return f"; the kept pool of {format_size(self._before.cpu_bytes)} stays as it was"
+        return f"; the kept pool of {format_size(self._previous.cpu_bytes)} stays as it was"
 
     def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
-        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
+        """Return zeroed mapped memory of `nbytes` for a namespace's ledger.
 
-        All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
+        All pages are allocated now: a missing page on a full filesystem would be a SIGBUS later.
+
+        Args:
+            name: the namespace's id in hex.
+            nbytes: of the ledger.
 
         Raises:
-            Refusal: NOT_READY where there is no room or descriptor for it now.
+            Refusal: NOT_READY if there is no space or descriptor now.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -306,94 +317,101 @@ class PersistentPool:
         except OSError as error:
             raise Refusal(
                 ErrorCode.NOT_READY,
-                f"no ledger of {format_size(nbytes)} can be made in {self._files.notes} now:"
-                f" {error.strerror}; make room there, it is tried again",
+                f"no ledger of {format_size(nbytes)} can be created in {self._files.metadata_dir}"
+                f" now: {error.strerror}; free space there, the engine retries",
             ) from error
 
     def open_descriptions(self, name: str, record_bytes: int) -> DescriptionFile:
-        """Open the descriptions of a namespace, by its id in hex: the kept ones, where they are.
+        """Open a namespace's descriptions; those of the previous daemon are retained.
 
         Raises:
-            OSError: that cannot be now.
+            OSError: the file cannot be opened now.
         """
-        return DescriptionFile(self._file(name, DESCRIPTIONS), record_bytes, kept=self.keeps)
+        return DescriptionFile(
+            self._file(name, DESCRIPTIONS), record_bytes, persistent=self.persistent
+        )
 
     def drop(self, name: str) -> None:
-        """Remove the files of a namespace that is closed."""
-        for kind in (LEDGER, DESCRIPTIONS):
-            self._file(name, kind).unlink(missing_ok=True)
+        """Remove the files of a closed namespace (`name`: its id in hex)."""
+        for suffix in (LEDGER, DESCRIPTIONS):
+            self._file(name, suffix).unlink(missing_ok=True)
         if self._trailer is not None:
             self._trailer.drop(name)
 
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Leave the files to the next daemon, or remove them; close the pool's memory before."""
+        """Leave the files to the next daemon or remove them; `PoolMemory.close` comes first."""
         self._unmap()
-        if self._new is not None:
-            self._undo()
-        elif self._fresh and not self.keeps:
+        if self._pending is not None:
+            self._remove_drafts()
+        elif self._all_new and not self.persistent:
             self.remove()
         self._files.close()
 
-    def left(self, chunks: int) -> str:
-        """Return what stays after `close`, for the last line of the log; empty for nothing.
+    def remaining_text(self, num_chunks: int) -> str:
+        """Return what stays after `close`, as the end of the last log line; empty if nothing.
 
         Args:
-            chunks: READY in the pool of this daemon.
+            num_chunks: READY chunks in this daemon's pool.
         """
         try:
-            held = self.allocated_bytes()
+            nbytes = self.allocated_bytes()
         except OSError as error:
-            return f"; {self._files.pool} cannot be looked at: {error.strerror}"
-        if not held:
+            return f"; {self._files.pool} cannot be examined: {error.strerror}"
+        if not nbytes:
             return ""
-        own = self._goes_on or self._fresh
-        what = f"{format_size(held)} with {chunks} chunks" if own else format_size(held)
+        size = format_size(nbytes)
+        if self._reuses_pool or self._all_new:
+            size += f" with {num_chunks} chunks"
         command = purge_command(self._runtime_dir, self._pool_dir)
-        return f"; {what} stay in {self._files.place} for the next daemon; to free them: {command}"
+        return (
+            f"; {size} stay in {self._files.directory} for the next daemon; to free it: {command}"
+        )
 
     def remove(self) -> int:
-        """Remove all files; return how many bytes the pool had."""
-        held = self.allocated_bytes()
+        """Remove all files; return the memory that the pool took."""
+        nbytes = self.allocated_bytes()
         self._files.remove()
-        return held
+        return nbytes
 
     # -------------------------------------------------------------- helpers
 
     @property
-    def _usable(self) -> Manifest | None:
-        """The same, where this daemon may go on with it."""
-        return self._before if self.keeps and not self._cold else None
+    def _reusable_manifest(self) -> Manifest | None:
+        """The previous manifest, if this daemon may reuse its pool; else None."""
+        return self._previous if self.persistent and not self._cold else None
 
     def _unmap(self) -> None:
         if self._trailer is not None:
             self._trailer.release()
-        if self._mapped is not None:
-            self._mapped.close()
-        self._trailer = self._mapped = None
+        if self._trailer_map is not None:
+            self._trailer_map.close()
+        self._trailer = self._trailer_map = None
 
-    def _undo(self) -> None:
-        """Remove what an unfinished start has made, this one's or another's."""
-        self._new = None
-        for draft in self._files.of_namespaces(_DRAFT):
+    def _remove_drafts(self) -> None:
+        """Undo an unfinished replacement of the pool, by this start or an earlier one."""
+        self._pending = None
+        for draft in self._files.namespace_files(_DRAFT):
             remove_tree(draft)
         with contextlib.suppress(FileNotFoundError):
-            if self._before is not None:
-                size = self._files.file_bytes(self._before)
+            if self._previous is not None:
+                size = self._files.file_bytes(self._previous)
                 if self._files.pool.lstat().st_size > size:
                     os.truncate(self._files.pool, size)
 
     def _file(self, name: str, kind: str) -> Path:
-        """The ledger, or the descriptions, of a namespace of this daemon."""
-        beside = _DRAFT if self._new is not None else ""
-        return self._files.notes / f"{name}{kind}{beside}"
+        """Return the path of a namespace's ledger or descriptions; a draft before `commit`."""
+        suffix = _DRAFT if self._pending is not None else ""
+        return self._files.metadata_dir / f"{name}{kind}{suffix}"
 
-    def _open_ledger(self, file: Path, ledgers: _Ledgers) -> None:
-        """Map a ledger; one whose making was cut short by a kill never held anything.
+    def _map_ledger(self, file: Path, ledgers: _Ledgers) -> None:
+        """Map a ledger into `ledgers`; set aside a foreign or unreadable one.
+
+        A ledger of zeros was being created when its daemon was killed; it is removed.
 
         Raises:
-            OSError: no descriptor or memory is left; the ledger may be sound.
+            OSError: no descriptor or memory is left; the ledger may be undamaged.
         """
         try:
             fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -405,7 +423,7 @@ class PersistentPool:
         try:
             status = os.fstat(fd)
             if not is_own_file(status):
-                self._files.set_aside(file, "it is no file of this user's")
+                self._files.set_aside(file, "it is not a file of this user")
             elif os.pread(fd, len(MAGIC), 0).strip(b"\0") == b"":
                 file.unlink()
                 log.warning("%s is empty: its namespace starts without chunks", file)

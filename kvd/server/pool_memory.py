@@ -1,17 +1,16 @@
-"""The pool's file on tmpfs, which lanes map and clients never see.
+"""The pool's file on tmpfs, which lanes and tiers map and clients never see.
 
-Behind the chunks' bytes it has a trailer in pages of its own (`kvd.cache.recovery`), which only the
-broker maps. It is in memory before anything else is, so no write to it can fail later.
+Behind the chunks lies a trailer in separate pages (`kvd.cache.recovery`), which only the broker
+maps. Its pages are allocated first, so no write to it can fail later.
 
-Its pages are allocated by a thread of its own, so that a full /dev/shm is an error message
-at start and not a SIGBUS under load, and so that the broker answers meanwhile. What becomes
-of it when the daemon ends is the business of `kvd.server.persistent_pool`.
+A thread allocates the other pages, so that a full /dev/shm is an error at the start instead of a
+SIGBUS under load, and the broker serves meanwhile. `kvd.server.persistent_pool` decides what
+happens to the file when the daemon ends.
 
-Pages are asked for on the nodes of the GPUs that this machine or container has. Where an engine
-decides the pool's size, each rank's arena goes to the node of the rank's GPU. Where the size is
-fixed no rank is known yet: the pool is cut into as many equal parts as there are GPUs, and each
-goes to the node of its GPU, in order of bus ids. So an engine that has all GPUs in this order
-finds each arena near.
+Pages are placed on the NUMA nodes of the visible GPUs. If an engine's layouts decide the pool's
+size, each rank's arena goes to the node of the rank's GPU. If the size is configured, ranks are
+unknown: the pool is cut into one equal range for each GPU, in order of bus ids. An engine that uses
+all GPUs in this order has each arena on its GPU's node.
 """
 
 import contextlib
@@ -39,11 +38,11 @@ from kvd_proto.capacity import pinning_lanes, size_pool
 from kvd_proto.text import format_size
 
 _STEP = 16 * 2**20
-_FAR = 0.05  # of the pool; less may be a sample's error
+_MAX_FAR_SHARE = 0.05  # of the pool; a smaller share may be sampling error
 
 
 def shortage_remedy(error: OSError) -> str:
-    """Return what to do where a file cannot be opened or mapped, for the end of an error."""
+    """Return the remedy for a file that cannot be opened or mapped, as the end of an error."""
     if is_out_of_files(error):
         return f"; {open_files_remedy()}"
     return "; free memory" if error.errno == errno.ENOMEM else ""
@@ -51,7 +50,7 @@ def shortage_remedy(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolRange:
-    """Bytes begin..end - 1 of the pool, and the node that they are to lie on, if any."""
+    """Bytes begin..end - 1 of the pool, and the NUMA node to place them on; None: any."""
 
     begin: int
     end: int
@@ -61,14 +60,14 @@ class PoolRange:
 def pool_ranges(
     nbytes: int, filesystem: Filesystem, gpus: Sequence[GpuNode], engine: OpenPool | None
 ) -> list[PoolRange]:
-    """Return the parts of a pool, in order; one without a node where no GPU's is known.
+    """Return the ranges of a pool, in order; a single one without a node if `gpus` is empty.
 
     Args:
         nbytes: of chunks.
-        filesystem: that the pool is on: parts are whole pages.
+        filesystem: of the pool; ranges are whole pages of it.
         gpus: in order of their bus ids.
-        engine: that decides the pool's size. Its arenas are the parts, unless a rank's GPU is not
-            among `gpus` or the ranks share one arena.
+        engine: the engine whose layouts decide the size. The ranges are its arenas, unless a rank's
+            GPU is not in `gpus` or the ranks share one arena.
     """
     if not gpus:
         return [PoolRange(0, filesystem.whole_pages(nbytes), None)]
@@ -82,7 +81,7 @@ def pool_ranges(
         ends = [size * sizes.num_chunks for size in accumulate(sizes.slot_bytes)]
         nodes = [node_of[device] for device in engine.devices]
     else:
-        ends = [nbytes * (number + 1) // len(gpus) for number in range(len(gpus))]
+        ends = [nbytes * (index + 1) // len(gpus) for index in range(len(gpus))]
         nodes = [gpu.node for gpu in gpus]
     ends = [filesystem.whole_pages(end) for end in (*ends[:-1], nbytes)]
     return [
@@ -96,72 +95,82 @@ class PoolMemory:
     """The pool's file.
 
     Args:
-        path: where it lies; a file that is there is used with what it holds. A larger one keeps
-            its size until `settle`.
-        nbytes: of chunks; they take whole pages.
-        anew: remove what is there, once it is known that the pool fits.
-        engine: that decides the pool's size; None where it is fixed.
+        path: of the file. An existing file is used with its contents; a larger one keeps its size
+            until `commit`.
+        nbytes: of chunks; rounded up to whole pages.
+        create_anew: remove an existing file, once the new pool is known to fit.
+        engine: the engine whose layouts decide the size; None if the size is configured.
 
     Attributes:
-        nbytes: of the pages with chunks, where the trailer begins.
-        file_bytes: of the file, with the trailer.
-        fresh: no memory was there.
-        place: on which nodes it lies, once that is known; None where there is one node.
+        nbytes: of the pages with chunks; the trailer follows.
+        file_bytes: of the whole file.
+        allocated: bytes of chunks that are allocated, in the order of `fill`.
+        error: why the allocation failed; empty if it did not.
+        fresh: the file had no memory before.
+        placement: an event that names the pool's NUMA nodes, once allocated; None on one node.
 
     Raises:
-        PoolError: it cannot be made, with the figures.
+        PoolError: the file cannot be created or extended; the text has the sizes.
     """
 
     def __init__(
-        self, path: Path, nbytes: int, *, anew: bool = False, engine: OpenPool | None = None
+        self, path: Path, nbytes: int, *, create_anew: bool = False, engine: OpenPool | None = None
     ) -> None:
         self.path = path
-        self.allocated = 0  # bytes in the order of filling
+        self.allocated = 0
         self.error = ""
-        self.place: LogEvent | None = None
+        self.placement: LogEvent | None = None
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
-            trailer_bytes = filesystem.whole_pages(TRAILER_BYTES)
-            self.file_bytes = self.nbytes + trailer_bytes
+            self.file_bytes = self.nbytes + filesystem.whole_pages(TRAILER_BYTES)
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             lanes = pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
-            if shortage := PoolLimits.of(path.parent, allocated_bytes(path), lanes).shortage(
-                nbytes
-            ):
+            limits = PoolLimits.of(path.parent, allocated_bytes(path), lanes)
+            if shortage := limits.shortage(nbytes):
                 raise PoolError(str(shortage))
             gpus = numa.gpu_nodes(os.sched_getaffinity(0))
-            self._parts = pool_ranges(nbytes, filesystem, gpus, engine)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            if anew:
-                remove_tree(path)
-                flags |= os.O_EXCL
-            self.fd = os.open(path, flags, 0o600)
-            with contextlib.ExitStack() as undo:
-                undo.callback(os.close, self.fd)
-                status = os.fstat(self.fd)
-                held, size = status.st_blocks * 512, status.st_size
-                self.fresh = not held
-                if self.fresh:
-                    undo.callback(path.unlink)
-                else:
-                    undo.callback(os.ftruncate, self.fd, size)
-                os.ftruncate(self.fd, max(self.file_bytes, size))
-                if held >= max(self.file_bytes, size):
-                    self.allocated = self.nbytes
-                else:
-                    os.posix_fallocate(self.fd, self.nbytes, trailer_bytes)
-                undo.pop_all()
+            self._ranges = pool_ranges(nbytes, filesystem, gpus, engine)
+            self._size_before: int | None = self._open_file(create_anew=create_anew)
         except OSError as error:
-            raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
-        self._size_before: int | None = size
-        # Lanes touch what is allocated, and count it; where some of it is there already and
-        # some is not, only a whole pool is safe to touch.
-        self._patchy = not self.fresh and not self.allocated
-        self._exclusive = False
+            raise PoolError(f"{path}: the pool cannot be created: {error.strerror}") from error
+        # Lanes touch the allocated prefix. Which pages of a partly allocated file exist is unknown,
+        # so lanes wait until all of it is allocated.
+        self._partly_allocated = not self.fresh and not self.allocated
+        self._had_exclusive_lock = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _open_file(self, *, create_anew: bool) -> int:
+        """Open and extend the file, and allocate the trailer's pages; return the previous size.
+
+        On an error the file is as before.
+
+        Raises:
+            OSError: the file cannot be opened or extended.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        if create_anew:
+            remove_tree(self.path)
+            flags |= os.O_EXCL
+        self.fd = os.open(self.path, flags, 0o600)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.fd)
+            status = os.fstat(self.fd)
+            allocated, size = status.st_blocks * 512, status.st_size
+            self.fresh = not allocated
+            if self.fresh:
+                undo.callback(self.path.unlink)
+            else:
+                undo.callback(os.ftruncate, self.fd, size)
+            os.ftruncate(self.fd, max(self.file_bytes, size))
+            if allocated >= max(self.file_bytes, size):
+                self.allocated = self.nbytes
+            else:
+                os.posix_fallocate(self.fd, self.nbytes, self.file_bytes - self.nbytes)
+            undo.pop_all()
+        return size
 
     def map_trailer(self) -> mmap.mmap:
         """Map the trailer.
@@ -172,12 +181,12 @@ class PoolMemory:
         return self._map_trailer(self.nbytes)
 
     def clear_trailer(self, offset: int) -> None:
-        """Clear the header of an older pool's trailer: no manifest of that pool is believed again.
+        """Clear the header of an older pool's trailer, so that its manifest is always rejected.
 
-        The header is what a daemon looks for; its page is in memory, so the store cannot fail.
+        The header's page is in memory, so the write cannot fail.
 
         Raises:
-            PoolError: it cannot be mapped now, and nothing is changed.
+            PoolError: the trailer cannot be mapped now; nothing has changed.
         """
         with self._map_trailer(offset) as mapped:
             mapped[:TRAILER_HEAD_BYTES] = bytes(TRAILER_HEAD_BYTES)
@@ -192,26 +201,27 @@ class PoolMemory:
             ) from error
 
     def start(self, wake: Callable[[], object]) -> None:
-        """Start the thread that allocates; it calls `wake` after every piece and at its end."""
+        """Start the allocating thread; it calls `wake` after every piece and at its end."""
         self._thread = threading.Thread(
             target=self._allocate, args=(wake,), name="kvd-pool", daemon=True
         )
         self._thread.start()
 
     @property
-    def may_be_written(self) -> bool:
-        """Whether lanes may start: no lane of a dead daemon can still write here.
+    def may_be_used(self) -> bool:
+        """Whether lanes may start: no process of a dead daemon can still write to the pool.
 
-        Every lane holds a lock on the pool's file for as long as anything of it can move bytes.
+        Each lane and tier holds a shared lock on the file as long as it can write to it. The pool
+        is also not used before a partly allocated file is complete.
         """
-        if not self._exclusive:
+        if not self._had_exclusive_lock:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             fcntl.flock(self.fd, fcntl.LOCK_UN)
-            self._exclusive = True
-        return self.ready or not self._patchy
+            self._had_exclusive_lock = True
+        return self.ready or not self._partly_allocated
 
     def _allocate(self, wake: Callable[[], object]) -> None:
         try:
@@ -221,12 +231,14 @@ class PoolMemory:
                 while start < end:
                     if self._stop.is_set():
                         return
-                    part = next(part for part in self._parts if start < part.end)
-                    stop = min(start + self._step, end, part.end)
-                    if part.node is not None:
-                        numa.run_on(part.node)
-                    os.posix_fallocate(self.fd, start, stop - start)
-                    start = stop
+                    pool_range = next(
+                        pool_range for pool_range in self._ranges if start < pool_range.end
+                    )
+                    end_of_step = min(start + self._step, end, pool_range.end)
+                    if pool_range.node is not None:
+                        numa.run_on(pool_range.node)
+                    os.posix_fallocate(self.fd, start, end_of_step - start)
+                    start = end_of_step
                 self.allocated += end - begin
                 wake()
         except OSError as error:
@@ -236,27 +248,27 @@ class PoolMemory:
             )
         wake()
         if self.ready and numa.number_of_nodes() > 1:
-            self.place = self._where()
+            self.placement = self._placement_event()
             wake()
 
-    def _where(self) -> LogEvent:
-        """On which nodes the pool lies, and what to do where its parts lie far from their GPUs."""
+    def _placement_event(self) -> LogEvent:
+        """Return an event with the pool's nodes; a warning if ranges are far from their GPUs."""
         bytes_on: dict[int, float] = defaultdict(float)  # by node
         far_bytes = 0.0
-        for part in self._parts:
-            part_bytes = part.end - part.begin
-            for node, share in numa.shares_of(self.fd, part.begin, part.end).items():
-                bytes_on[node] += share * part_bytes
-                if part.node is not None and node != part.node.number:
-                    far_bytes += share * part_bytes
+        for pool_range in self._ranges:
+            range_bytes = pool_range.end - pool_range.begin
+            for node, share in numa.node_shares(self.fd, pool_range.begin, pool_range.end).items():
+                bytes_on[node] += share * range_bytes
+                if pool_range.node is not None and node != pool_range.node.number:
+                    far_bytes += share * range_bytes
         shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
-        text = f"the pool's memory: {numa.described(shares) or 'its nodes are not known'}"
-        if far_bytes <= _FAR * self.nbytes:
+        text = f"the pool's memory: {numa.describe_shares(shares) or 'its nodes are unknown'}"
+        if far_bytes <= _MAX_FAR_SHARE * self.nbytes:
             return LogEvent(text)
         return LogEvent(
-            f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than the GPU"
-            " that it is for, and copies from there are slower: choose a smaller --cpu-bytes or end"
-            " what fills the node, then kvd purge, for a pool that is kept stays where it is",
+            f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than its GPU,"
+            " so copies are slower: choose a smaller --cpu-bytes or end the processes that fill the"
+            " node, then run kvd purge, since a kept pool is not moved",
             "warning",
         )
 
@@ -265,13 +277,13 @@ class PoolMemory:
         """Whether every page is allocated."""
         return self.allocated >= self.nbytes and not self.error
 
-    def settle(self) -> None:
-        """Cut the file to the size of this pool."""
+    def commit(self) -> None:
+        """Truncate the file to the size of this pool."""
         os.ftruncate(self.fd, self.file_bytes)
         self._size_before = None
 
     def close(self) -> None:
-        """Stop allocating and close the file; without `settle` it gets its old size again."""
+        """Stop allocating and close the file; without `commit`, restore its previous size."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

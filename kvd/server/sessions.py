@@ -1,11 +1,11 @@
 """Sessions: one connection to the broker's socket each, from accept to end of file.
 
-1. accept: the peer is admitted as a session, or gets an Error notice that says why not.
-2. Its requests are served in order; replies and notices leave in the order of effects.
-3. Its end of file, or the end of its process, ends the session. What it has sent before is served.
+1. accept: the peer becomes a session, or gets an Error notice with the reason.
+2. Its requests are served in order; replies and notices are sent in the order of effects.
+3. The session ends at end of file or when its process exits; requests received before are served.
 
-Descriptors come with a Register alone. What else a client sends with descriptors, and a descriptor
-that is no memory, ends the session.
+Only Register may carry descriptors. Descriptors with another message, or one that is no memory,
+end the session.
 """
 
 import contextlib
@@ -31,9 +31,8 @@ from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
-MAX_CLIENTS = 2**17  # above what the settings allow, which refuse with a reason
-_BATCH = 64
-"""Requests that are served in one turn."""
+MAX_CLIENTS = 2**17  # above the limits of the settings, whose refusals name the reason
+_MAX_REQUESTS_PER_TURN = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +40,9 @@ class SessionConnection:
     """A session's connection.
 
     Attributes:
-        pidfd: readable when the process has ended, even if a child of it keeps the socket open;
-            -1 where the process cannot be seen from here.
-        fds: the descriptors of its registration, or of what is left of one.
+        pidfd: readable when the process has exited, even if a child of it keeps the socket open;
+            -1 if the process is not visible from here.
+        fds: the descriptors of the session's registration.
     """
 
     client: Client
@@ -52,7 +51,7 @@ class SessionConnection:
     fds: list[int] = field(default_factory=list)
 
     def drop_fds(self) -> None:
-        """Close the descriptors of its registration."""
+        """Close the descriptors of the registration."""
         close_all(self.fds)
         self.fds.clear()
 
@@ -62,11 +61,12 @@ class SessionServer:
 
     Args:
         path: of the socket.
-        core: decides.
-        epoll: of the loop, which gives `handle_events` what is ready.
-        carry_out: executes effects; replies and notices come back to `reply` and `notify`.
-        allowed: who may connect.
-        own: whether a peer is a process of this daemon, for which there is always room.
+        core: the broker's decisions.
+        epoll: of the loop, which passes the events to `handle_events`.
+        execute: executes effects; for replies and notices it calls `reply` and `notify`.
+        allowed: the users and groups that may connect.
+        is_own_process: whether a peer is a process of this daemon; the session limit does not apply
+            to it.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class SessionServer:
         path: Path,
         core: Broker,
         epoll: select.epoll,
-        carry_out: Callable[[list[Effect]], None],
+        execute: Callable[[list[Effect]], None],
         *,
         allowed: AllowList,
-        own: Callable[[Peer], bool],
+        is_own_process: Callable[[Peer], bool],
     ) -> None:
         self._server = Server(
             path,
@@ -89,48 +89,48 @@ class SessionServer:
         self._server.limits = core.state.counts.limits
         self._core = core
         self._epoll = epoll
-        self._carry_out = carry_out
+        self._execute = execute
         self._allowed = allowed
-        self._own = own
-        self._open: dict[int, SessionConnection] = {}  # by session number
+        self._is_own_process = is_own_process
+        self._connections: dict[int, SessionConnection] = {}  # by session number
         self._by_pidfd: dict[int, SessionConnection] = {}
-        self._dropped_frames = 0  # that were no messages
-        self._dropped_replies = 0  # whose client does not read, or is gone
+        self._num_dropped_frames = 0  # frames that could not be decoded
+        self._num_dropped_replies = 0  # replies whose client does not read or has gone
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._connections)
 
     @property
     def pending(self) -> bool:
-        """Whether `serve` has something to do, which polling may not report."""
+        """Whether `serve` has work that the poller does not report."""
         server = self._server
         return server.pending or bool(server.accepted) or bool(server.ended)
 
     def handle_events(self, ready: dict[int, int]) -> None:
-        """Note which sessions can be read; take what was looked at out of `ready`."""
+        """Note which sessions are readable; remove the handled descriptors from `ready`."""
         self._server.handle_events(ready)
         for fd in ready.keys() & self._by_pidfd.keys():
             del ready[fd]
             connection = self._by_pidfd[fd]
             self._close_pidfd(connection)
-            connection.client.channel.detach()  # what is there is still read, to the end of file
+            connection.client.channel.detach()  # bytes sent before are still read
 
     def serve(self, now: float) -> None:
-        """Admit peers, serve a batch of requests at most, end sessions."""
+        """Admit peers, serve up to `_MAX_REQUESTS_PER_TURN` requests, end sessions."""
         self._admit_accepted()
-        for _ in range(_BATCH):
+        for _ in range(_MAX_REQUESTS_PER_TURN):
             received = self._server.next_request()
-            self._end_sessions()  # first: the request may be for what a session held that is gone
+            self._end_sessions()  # first: the request may need what an ended session held
             if received is None:
                 break
             self._serve(*received, now)
         self._end_sessions()
-        self.count()
+        self.report_drops()
 
-    def count(self) -> None:
-        """Report what was dropped."""
-        dropped_frames = self._dropped_frames + self._server.dropped
-        self._core.messages_dropped(dropped_frames, self._dropped_replies)
+    def report_drops(self) -> None:
+        """Report dropped frames and replies to the broker."""
+        num_dropped_frames = self._num_dropped_frames + self._server.num_invalid
+        self._core.messages_dropped(num_dropped_frames, self._num_dropped_replies)
 
     # -------------------------------------------------------- begin and end
 
@@ -145,9 +145,9 @@ class SessionServer:
                 session = self._admit(peer)
             except Refusal as refusal:
                 text = f"connection of pid {peer.pid} refused: {refusal}"
-                self._carry_out([LogEvent(text, "warning", {"pid": peer.pid})])
+                self._execute([LogEvent(text, "warning", {"pid": peer.pid})])
                 self._core.error_sent(refusal.code)
-                self._server.refuse(client, _notice_of(refusal))
+                self._server.refuse(client, _error_notice(refusal))
                 continue
             connection = SessionConnection(client, session)
             if peer.pid > 0:  # 0: the peer's pid namespace is not visible from here
@@ -156,31 +156,31 @@ class SessionServer:
             if connection.pidfd >= 0:
                 self._by_pidfd[connection.pidfd] = connection
                 self._epoll.register(connection.pidfd, select.EPOLLIN)
-            self._open[session.number] = connection
+            self._connections[session.number] = connection
             self._server.adopt(client, connection)
 
     def _admit(self, peer: Peer) -> Session:
-        """Return a peer's new session, or refuse it."""
+        """Return a new session for the peer; raise `Refusal` if it may not have one."""
         if objection := self._allowed.objection(peer):
             raise Refusal(ErrorCode.FORBIDDEN, objection)
-        return self._core.connected(os.urandom(16), peer, own=self._own(peer))
+        return self._core.connected(os.urandom(16), peer, own=self._is_own_process(peer))
 
     def _disconnect(self, connection: SessionConnection, refusal: Refusal) -> None:
-        """Close a session's connection, with the reason; it ends in `serve`, not among effects."""
-        who = connection.session.identity
-        log.warning("%s is disconnected: %s", who, refusal, extra=who.fields)
+        """Close a session's connection with a reason; `serve` ends the session later."""
+        identity = connection.session.identity
+        log.warning("%s is disconnected: %s", identity, refusal, extra=identity.fields)
         self._core.error_sent(refusal.code)
-        self._server.send(connection.client, _notice_of(refusal))
+        self._server.send(connection.client, _error_notice(refusal))
         self._server.end(connection.client)
 
     def _end_sessions(self) -> None:
         ended = self._server.ended
         while ended:
             connection: SessionConnection | None = ended.popleft().owner
-            if connection is not None:  # else it was refused
-                del self._open[connection.session.number]
+            if connection is not None:  # None: the peer was refused
+                del self._connections[connection.session.number]
                 self._close_pidfd(connection)
-                self._carry_out(self._core.lost(connection.session))
+                self._execute(self._core.lost(connection.session))
                 connection.drop_fds()
 
     def _close_pidfd(self, connection: SessionConnection) -> None:
@@ -195,7 +195,7 @@ class SessionServer:
     def _serve(self, client: Client, frame: bytes, fds: tuple[int, ...], now: float) -> None:
         connection: SessionConnection = client.owner
         session = connection.session
-        if client.closed:  # since the message was taken, for want of room
+        if client.closed:  # it was disconnected after the message was received
             self._server.closer.close(fds, client.peer.uid)
             return
         if fds:
@@ -205,34 +205,34 @@ class SessionServer:
                 self._server.closer.close(fds, client.peer.uid)
                 self._disconnect(connection, refusal)
                 return
-            if session.holds_memory:  # so this registration is refused
+            if session.holds_memory:  # the broker refuses this registration
                 close_all(fds)
             else:
                 connection.fds = list(fds)
         try:
             header = REQUESTS.decode_header(frame)
-        except DecodeError as error:  # without a header there is no id to answer to
-            self._dropped_frames += 1
-            _log_unreadable(session, error)
+        except DecodeError as error:  # without a header there is no request id to reply to
+            self._num_dropped_frames += 1
+            _log_undecodable(session, error)
             return
-        self._carry_out(self._request(session, header, frame, now, len(fds)))
+        self._execute(self._request(session, header, frame, now, len(fds)))
         if fds and not session.holds_memory:
             connection.drop_fds()
 
     def _request(
-        self, session: Session, header: Header, frame: bytes, now: float, descriptors: int
+        self, session: Session, header: Header, frame: bytes, now: float, num_fds: int
     ) -> list[Effect]:
         """Return the effects of one request."""
         try:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
-            _log_unreadable(session, error)
+            _log_undecodable(session, error)
             return [Reply(session.number, header.request_id, decode_error_reply(error))]
         try:
-            return self._core.request(session, header.request_id, message, now, descriptors)
+            return self._core.request(session, header.request_id, message, now, num_fds)
         except Exception:
-            name, who = type(message).__name__, session.identity
-            log.exception("%s: %s could not be served", who, name, extra=who.fields)
+            name, identity = type(message).__name__, session.identity
+            log.exception("%s: %s could not be served", identity, name, extra=identity.fields)
             text = f"{name} hit a bug in kvd; its log has the details"
             return [Reply(session.number, header.request_id, Error.of(ErrorCode.INTERNAL, text))]
 
@@ -240,7 +240,7 @@ class SessionServer:
 
     def reply(self, effect: Reply) -> None:
         """Send a reply, if the session has not ended."""
-        connection = self._open.get(effect.session)
+        connection = self._connections.get(effect.session)
         if connection is None:
             return
         message = effect.message
@@ -252,63 +252,65 @@ class SessionServer:
             too_large = Error(code=ErrorCode.LIMIT, text=f"the reply is too large: {error}")
             frame = WIRE.encode(too_large, effect.request_id)
         if not self._server.send(connection.client, frame):
-            self._dropped_replies += 1  # a peer that does not read loses its own replies only
+            self._num_dropped_replies += 1
 
     def notify(self, number: int, notice: Message, fds: Sequence[int]) -> None:
-        """Send a notice to a session; a peer that does not take its notices is disconnected."""
-        connection = self._open.get(number)
+        """Send a notice to a session; disconnect a peer that does not read its notices."""
+        connection = self._connections.get(number)
         if connection is None:
             return
         client = connection.client
         try:
             sent = self._server.send(client, WIRE.encode(notice), list(fds))
-        except OSError as error:  # of descriptors that wait with it
+        except OSError as error:  # duplicating descriptors that wait failed
             text = f"a notice cannot be sent: {error}; {open_files_remedy()}"
             self._disconnect(connection, Refusal(ErrorCode.LIMIT, text))
             return
-        if not sent and client.channel.wants_write:  # else it is gone, and its end comes in turn
+        if not sent and client.channel.wants_write:  # else it has gone, and `serve` ends it
             self._disconnect(connection, Refusal(ErrorCode.LIMIT, "it does not read its notices"))
 
     def fds(self, number: int) -> list[int]:
-        """Return the descriptors of a session's registration, which stay this object's."""
-        return self._open[number].fds
+        """Return the descriptors of a session's registration; they stay open here."""
+        return self._connections[number].fds
 
     def drop_fds(self, number: int) -> None:
         """Close the descriptors of a session's registration."""
-        if connection := self._open.get(number):
+        if connection := self._connections.get(number):
             connection.drop_fds()
 
     def close(self) -> None:
-        """Close every connection, and the socket."""
+        """Close all connections and the socket."""
         self._server.close()
-        for connection in self._open.values():
+        for connection in self._connections.values():
             self._close_pidfd(connection)
             connection.drop_fds()
-        self._open.clear()
+        self._connections.clear()
 
 
-def _notice_of(refusal: Refusal) -> bytes:
+def _error_notice(refusal: Refusal) -> bytes:
     return WIRE.encode(Error.of(refusal.code, str(refusal)))
 
 
 def _check_descriptors(frame: bytes, fds: Sequence[int]) -> None:
-    """Refuse descriptors that come with no Register, and files of a file system."""
+    """Raise `Refusal` for descriptors without a Register and for files of a file system."""
     try:
         kind = TAGS.get(WIRE.decode_header(frame).tag)
     except DecodeError:
         kind = None
     if kind is not Register:
-        text = "descriptors came with a message that is no Register; only that takes them"
+        text = "descriptors came with a message other than Register; only Register carries them"
         raise Refusal(ErrorCode.BAD_MESSAGE, text)
-    for number, fd in enumerate(fds):
+    for index, fd in enumerate(fds):
         if not closes_at_once(fd):
             raise Refusal(
                 ErrorCode.BAD_LAYOUT,
-                f"descriptor {number} of those that were sent is neither a memory file nor a"
-                f" device; make memory with {SEALED_MEMFD_RECIPE}",
+                f"descriptor {index} of the message is neither a memory file nor a device; create"
+                f" memory with {SEALED_MEMFD_RECIPE}",
             )
 
 
-def _log_unreadable(session: Session, error: DecodeError) -> None:
-    who, uid = session.identity, session.peer.uid
-    log.warning("a message of %s, uid %d, cannot be read: %s", who, uid, error, extra=who.fields)
+def _log_undecodable(session: Session, error: DecodeError) -> None:
+    identity, uid = session.identity, session.peer.uid
+    log.warning(
+        "a message of %s, uid %d, cannot be read: %s", identity, uid, error, extra=identity.fields
+    )

@@ -1,21 +1,25 @@
-"""The files of a daemon's pool, the lock on their directories, and where daemons have left pools.
+"""State files that a daemon leaves to the next one: the pool's directory, known pools, resets.
 
-A pool lies in a directory of its own (mode 0700) that is named after the runtime
-directory's path, so that a daemon finds what its predecessor left, and no other's::
+The pool's directory (mode 0700) is named after the runtime directory's path, so a daemon finds
+exactly its predecessor's files::
 
     <pool_dir>/kvd-<digest>/pool               the bytes of all chunks, and a trailer
-    <pool_dir>/kvd-<digest>/manifest.json      which pool this is
+    <pool_dir>/kvd-<digest>/manifest.json      identifies the pool
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
-    <pool_dir>/kvd-<digest>/<namespace>.descriptions what routers need to know of them
+    <pool_dir>/kvd-<digest>/<namespace>.descriptions   their descriptions for routers
 
-On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
+On hugetlbfs, whose files cannot be written, only the pool lies in pool_dir; the rest lies in a
 directory of /dev/shm.
 
-A daemon with another `pool_dir` has a pool of its own and does not touch the one before, whose
-memory stays taken. So each daemon writes down its `pool_dir` in `kvd.pools` of the runtime
-directory, and names at its start the others that still hold a pool, with the command that frees
-them. The file has one path a line, that of the last daemon first. A directory whose pool is gone is
-left out at the next start.
+`kvd.pools` in the runtime directory lists the `pool_dir` of each daemon whose pool may still exist,
+one path a line, the latest first: a daemon with another `pool_dir` does not touch the earlier pool,
+whose memory stays in use. At its start a daemon logs the other pools with the command that frees
+them, and drops paths without a pool.
+
+`kvd.resets` in the runtime directory is the table of resets (`kvd.cache.recovery`). A tier may be
+down or hung during a reset, and the daemon may be killed before the tier has recorded it. So the
+daemon writes a reset to this file before it replies. The file does not depend on the pool: it
+survives another pool, ``--cold`` and `kvd purge`. On tmpfs a write never waits for a disk.
 """
 
 import contextlib
@@ -48,25 +52,27 @@ from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+METADATA_DIR = Path("/dev/shm")  # used if pool_dir is on hugetlbfs
 MANIFEST = "manifest.json"
 LEDGER = ".ledger"
 DESCRIPTIONS = ".descriptions"
-VERSION = 3
-_MANIFEST_BYTES = 512  # of the file, whatever is in it
-_LONGEST_MANIFEST = 4096  # that is read: a longer file is none
-_ASIDE = ".damaged-"
+MANIFEST_VERSION = 3
+_MANIFEST_BYTES = 512  # fixed size, padded with spaces
+_MAX_MANIFEST_BYTES = 4096  # a longer file is rejected
+_DAMAGED_SUFFIX = ".damaged-"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which pool this is.
+    """Identifies the pool in the directory.
 
-    pool: its name, of random letters; the trailer of its file has it, too.
-    inode: of its file: a copy of the file, which may have been made while a daemon wrote, is none.
-    bytes: of the chunks; the trailer follows them. What the file has beyond that is of a larger
-        pool that was not made.
-    kernel: the machine's boot, for a filesystem that outlives it may have lost some writes.
-    epoch: the daemon that wrote this; the next one has a greater one, of 32 bits.
+    Attributes:
+        pool: random name of the pool, also stored in its trailer.
+        cpu_bytes: configured size.
+        bytes: size of the chunks; the trailer follows them. Bytes behind the trailer belong to a
+            larger pool whose creation was not finished.
+        inode: of the pool's file. A copy of the file is rejected: it may be inconsistent.
+        kernel: the machine's boot id. After another boot the filesystem may have lost writes.
+        epoch: of the daemon that wrote this; each daemon takes a greater one. 32 bits.
     """
 
     version: int
@@ -78,15 +84,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
 
     def file_bytes(self, filesystem: Filesystem) -> int:
-        """Return the size of the file of this pool."""
+        """Return the size of the pool's file."""
         return self.bytes + filesystem.whole_pages(TRAILER_BYTES)
 
     def objection(self, pool_file: Path, filesystem: Filesystem) -> str:
-        """Return why the pool cannot be used; empty where it can."""
-        if self.version != VERSION:
-            return f"it has version {self.version}, this daemon reads {VERSION}"
+        """Return why the pool cannot be reused; empty if it can."""
+        if self.version != MANIFEST_VERSION:
+            return f"it has version {self.version}, this daemon reads {MANIFEST_VERSION}"
         if self.kernel != kernel_boot():
-            return "the machine was started anew since"
+            return "the machine was rebooted since"
         if self.bytes != filesystem.whole_pages(self.cpu_bytes):
             return f"a pool of {self.cpu_bytes} bytes does not have {self.bytes} bytes of chunks"
         try:
@@ -107,13 +113,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolFiles:
-    """The locked directories of one runtime directory's pool, and what lies in them.
+    """The directories of one runtime directory's pool, locked, and the files in them.
 
     Attributes:
-        place: the pool's directory.
-        notes: that of the manifest and the ledgers; the same as a rule.
-        pool: the pool's file.
-        own: they have the names by which the next daemon finds them.
+        directory: of the pool's file.
+        metadata_dir: directory of manifest, ledgers and descriptions; equals `directory` except on
+            hugetlbfs.
+        pool: path of the pool's file.
+        discoverable: the directories have the names under which the next daemon looks for them.
 
     Raises:
         ConfigError, AlreadyRunning: see `PersistentPool`.
@@ -121,45 +128,47 @@ class PoolFiles:
 
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
         if not pool_dir.is_dir():
-            what = "this is not a directory" if pool_dir.exists() else "no such directory"
-            raise ConfigError(f"pool_dir = {pool_dir}: {what}; use a tmpfs such as /dev/shm")
-        self.own = True
-        place = notes = pool_dir / pool_directory_name(runtime_dir)
+            reason = "this is not a directory" if pool_dir.exists() else "no such directory"
+            raise ConfigError(f"pool_dir = {pool_dir}: {reason}; use a tmpfs such as /dev/shm")
+        self.discoverable = True
+        own_dir = metadata_dir = pool_dir / pool_directory_name(runtime_dir)
         filesystem = Filesystem.of(pool_dir)
         self._filesystem = filesystem
         if not filesystem.writable:
-            # No other pool's: nothing of a pool that lies in NOTES_DIR is taken for this one's.
-            notes = NOTES_DIR / pool_directory_name(runtime_dir, pool_dir.resolve())
+            # The digest includes pool_dir, so no pool in METADATA_DIR has the same directory.
+            metadata_dir = METADATA_DIR / pool_directory_name(runtime_dir, pool_dir.resolve())
         check_directory("pool_dir", pool_dir)
-        if notes.parent != pool_dir:
-            check_directory("the directory of the pool's manifest", notes.parent)
-        for area in {place, notes}:
-            for litter in area.parent.glob(f"{area.name}-*"):
-                remove_tree(litter)
+        if metadata_dir.parent != pool_dir:
+            check_directory("the directory of the pool's manifest", metadata_dir.parent)
+        for area in {own_dir, metadata_dir}:
+            for leftover in area.parent.glob(f"{area.name}-*"):
+                remove_tree(leftover)
         try:
-            self.notes = self._own_directory(notes)
-            self.place = self.notes if notes == place else self._own_directory(place)
+            self.metadata_dir = self._private_directory(metadata_dir)
+            self.directory = (
+                self.metadata_dir if metadata_dir == own_dir else self._private_directory(own_dir)
+            )
         except OSError as error:
             raise ConfigError(
                 f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
                 " write, with --pool-dir"
             ) from error
-        self._lock_fd = os.open(self.notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lock_fd = os.open(self.metadata_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             lock_directory(self._lock_fd)
         except BlockingIOError:
             os.close(self._lock_fd)
-            raise AlreadyRunning(f"another daemon uses the pool in {self.notes}") from None
-        self.pool = self.place / "pool"
-        self._manifest = self.notes / MANIFEST
+            raise AlreadyRunning(f"another daemon uses the pool in {self.metadata_dir}") from None
+        self.pool = self.directory / "pool"
+        self._manifest = self.metadata_dir / MANIFEST
 
     def read_manifest(self) -> Manifest | None:
-        """Return which pool is there; None where none can be used, and the log says why."""
+        """Return the previous manifest; None, and log why, if its pool cannot be reused."""
         try:
             with self._manifest.open("rb") as file:
-                content = file.read(_LONGEST_MANIFEST + 1)
-            if len(content) > _LONGEST_MANIFEST:
-                self.set_aside(self._manifest, f"it has more than {_LONGEST_MANIFEST} bytes")
+                content = file.read(_MAX_MANIFEST_BYTES + 1)
+            if len(content) > _MAX_MANIFEST_BYTES:
+                self.set_aside(self._manifest, f"it has more than {_MAX_MANIFEST_BYTES} bytes")
                 return None
             manifest = msgspec.json.decode(content, type=Manifest) if content else None
         except FileNotFoundError:
@@ -174,17 +183,17 @@ class PoolFiles:
         else:
             return None
         if reason:
-            log.warning("what is kept in %s is not used: %s", self.notes, reason)
+            log.warning("the kept pool in %s is not used: %s", self.metadata_dir, reason)
             return None
         return manifest
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write which pool is there, over what was there: that takes no room, of which none may be.
+        """Overwrite the manifest in place, which needs no free space if it exists.
 
-        One write within a page is done or not done, whenever this process is killed.
+        A single write within a page is atomic if this process is killed.
 
         Raises:
-            PoolError: there is none, and no room for one.
+            PoolError: the manifest does not exist and there is no space for it.
         """
         content = msgspec.json.encode(manifest).ljust(_MANIFEST_BYTES)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -202,72 +211,73 @@ class PoolFiles:
             ) from error
 
     def file_bytes(self, manifest: Manifest) -> int:
-        """Return the size of the file of this pool."""
+        """Return the size of the file of the manifest's pool."""
         return manifest.file_bytes(self._filesystem)
 
     def ledgers(self) -> list[Path]:
-        """Return the ledgers, or what stands in their places."""
-        return sorted(self.notes.glob(f"*{LEDGER}"))
+        """Return the paths of the ledgers; they may be foreign or damaged files."""
+        return sorted(self.metadata_dir.glob(f"*{LEDGER}"))
 
-    def of_namespaces(self, suffix: str = "") -> list[Path]:
-        """Return the ledgers and files of descriptions whose names have this at their end."""
+    def namespace_files(self, suffix: str = "") -> list[Path]:
+        """Return the ledgers and descriptions whose names end with `suffix`."""
         kinds = (LEDGER, DESCRIPTIONS)
-        return sorted(file for kind in kinds for file in self.notes.glob(f"*{kind}{suffix}"))
+        return sorted(file for kind in kinds for file in self.metadata_dir.glob(f"*{kind}{suffix}"))
 
     def set_aside(self, file: Path, reason: str) -> None:
-        """Rename what is damaged, so that it can be looked at; only the latest stays."""
-        for older in self.notes.glob(f"*{_ASIDE}*"):
+        """Rename a damaged file so that it can be examined; only the latest one is retained."""
+        for older in self.metadata_dir.glob(f"*{_DAMAGED_SUFFIX}*"):
             remove_tree(older)
-        aside = file.with_name(f"{file.name}{_ASIDE}{int(time.time())}")
-        file.rename(aside)
-        log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
+        renamed = file.with_name(f"{file.name}{_DAMAGED_SUFFIX}{int(time.time())}")
+        file.rename(renamed)
+        log.error("%s: %s; it is renamed to %s, its chunks are lost", file, reason, renamed.name)
 
     def remove(self) -> None:
-        """Remove the directories with all that is in them."""
-        for place in {self.place, self.notes}:
-            remove_tree(place)
+        """Remove the directories with all files in them."""
+        for directory in {self.directory, self.metadata_dir}:
+            remove_tree(directory)
 
     def close(self) -> None:
-        """Unlock the directories; remove them where they are empty."""
-        for place in {self.place, self.notes}:
+        """Remove the directories if they are empty, and unlock them."""
+        for directory in {self.directory, self.metadata_dir}:
             with contextlib.suppress(OSError):
-                place.rmdir()
+                directory.rmdir()
         os.close(self._lock_fd)
 
-    def _own_directory(self, path: Path) -> Path:
-        """Return `path` as a directory of this user alone; another one where it is not."""
+    def _private_directory(self, path: Path) -> Path:
+        """Create and return `path` as a private directory; another path if it is foreign."""
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             path.chmod(0o700)
             return path
-        import tempfile  # noqa: PLC0415  # seldom needed, and slow to import
+        import tempfile  # noqa: PLC0415  # rarely needed, and slow to import
 
         other = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
         log.error(
-            "%s belongs to uid %d or is no directory: the pool lies in %s and is not kept when the"
-            " daemon ends; remove the former",
+            "%s belongs to uid %d or is no directory: the pool lies in %s and is removed when the"
+            " daemon ends; remove %s to keep pools",
             path,
             status.st_uid,
             other,
+            path,
         )
-        self.own = False
+        self.discoverable = False
         return other
 
 
 def kernel_boot() -> str:
-    """Return the id of the machine's boot."""
+    """Return the boot id of the running kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def is_own_file(status: os.stat_result) -> bool:
-    """Return whether this is a plain file of this user's."""
+    """Return whether it is a regular file of this user."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a directory, where this user may."""
+    """Remove a file or a directory tree; ignore what this user may not remove."""
     if path.is_dir() and not path.is_symlink():
         import shutil  # noqa: PLC0415  # seldom needed, and slow to import
 
@@ -278,52 +288,52 @@ def remove_tree(path: Path) -> None:
 
 
 POOLS_FILE = "kvd.pools"
-_POOLS_FILE_BYTES = 2**16  # that are read
+_MAX_POOLS_FILE_BYTES = 2**16
 
 
 def purge_command(runtime_dir: Path, pool_dir: Path) -> str:
-    """Return the command that frees the pool of a runtime directory in `pool_dir`."""
+    """Return the shell command that frees the runtime directory's pool in `pool_dir`."""
     return shlex.join(
         ["kvd", "purge", "--runtime-dir", str(runtime_dir), "--pool-dir", str(pool_dir)]
     )
 
 
 def last_pool_dir(runtime_dir: Path) -> Path | None:
-    """Return the `pool_dir` of the last daemon, which may be running; None: it is not known."""
+    """Return the `pool_dir` of the latest daemon, which may still run; None if unknown."""
     return next(iter(_read(runtime_dir / POOLS_FILE)), None)
 
 
 def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
-    """Write down the `pool_dir` of this daemon, and name other ones that still hold a pool.
+    """Record this daemon's `pool_dir`, and log the other recorded ones that still hold a pool.
 
     Args:
-        runtime_dir: this daemon's, locked, as an absolute path.
-        pool_dir: this daemon's.
+        runtime_dir: of this daemon, locked, an absolute path.
+        pool_dir: of this daemon.
     """
     file, own = runtime_dir / POOLS_FILE, pool_dir.absolute()
-    known, others = _read(file), list[Path]()
-    for other in known:
-        held = 0
-        with contextlib.suppress(OSError):  # a directory of another user, or of a lost mount
-            held = allocated_bytes(other / pool_directory_name(runtime_dir) / "pool")
-        if held and other.resolve() != own.resolve():
+    recorded, others = _read(file), list[Path]()
+    for other in recorded:
+        nbytes = 0
+        with contextlib.suppress(OSError):  # another user's directory, or a lost mount
+            nbytes = allocated_bytes(other / pool_directory_name(runtime_dir) / "pool")
+        if nbytes and other.resolve() != own.resolve():
             others.append(other)
             log.warning(
-                "pool_dir is %s; the pool that a daemon before left in %s still takes %s of memory;"
-                " to free it: %s",
+                "pool_dir is %s; the pool that an earlier daemon left in %s still takes %s of"
+                " memory; to free it: %s",
                 own,
                 other,
-                format_size(held),
+                format_size(nbytes),
                 purge_command(runtime_dir, other),
             )
-    if known != [own, *others]:
+    if recorded != [own, *others]:
         _write(file, [own, *others])
 
 
 def forget_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
-    """Leave out the `pool_dir` of this daemon, which leaves no pool there."""
-    known = _read(runtime_dir / POOLS_FILE)
-    _write(runtime_dir / POOLS_FILE, [path for path in known if path != pool_dir.absolute()])
+    """Remove this daemon's `pool_dir` from the record: it leaves no pool there."""
+    recorded = _read(runtime_dir / POOLS_FILE)
+    _write(runtime_dir / POOLS_FILE, [path for path in recorded if path != pool_dir.absolute()])
 
 
 def _read(file: Path) -> list[Path]:
@@ -332,9 +342,9 @@ def _read(file: Path) -> list[Path]:
         fd = os.open(file, flags)
         try:
             status = os.fstat(fd)
-            # To root `kvd purge` says as which user it must run, also while that one's daemon runs.
+            # `kvd purge` as root names the user to run it as, even while that user's daemon runs.
             readable = is_own_file(status) or (os.geteuid() == 0 and stat.S_ISREG(status.st_mode))
-            content = os.read(fd, _POOLS_FILE_BYTES) if readable else b""
+            content = os.read(fd, _MAX_POOLS_FILE_BYTES) if readable else b""
         finally:
             os.close(fd)
     except OSError:
@@ -356,8 +366,8 @@ def _write(file: Path, pool_dirs: list[Path]) -> None:
         draft.replace(file)
     except OSError as error:
         log.warning(
-            "%s cannot be written: %s; when pool_dir changes, the start does not name the pool that"
-            " is left",
+            "%s cannot be written: %s; if pool_dir changes, the next start does not name the pool"
+            " that stays in this one",
             file,
             error.strerror,
         )
@@ -367,7 +377,11 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ResetFile(ResetTable):
-    """The table of resets, kept in a file; the first reset creates the file.
+    """The table of resets, stored in a file; the first reset creates the file.
+
+    A save overwrites the page by one write, which is atomic. A damaged or foreign file is replaced
+    by a table with a new base, so no earlier chunk is used. If the file cannot be written, the
+    reset is answered as failed, and the client retries it.
 
     Args:
         path: of the file.
@@ -384,8 +398,8 @@ class ResetFile(ResetTable):
         except (OSError, LedgerDamaged) as error:
             self.draw_base()
             log.error(  # noqa: TRY400  # the message names the reason
-                "%s cannot be believed (%s): chunks of before, in memory and in tiers, are not"
-                " used, since some of them may have been dropped by a reset",
+                "%s is not valid (%s): earlier chunks, in memory and in tiers, are not used, since"
+                " a reset may have dropped some of them",
                 path,
                 error,
             )
@@ -400,27 +414,27 @@ class ResetFile(ResetTable):
         fd = os.open(self._path, os.O_RDONLY | _FLAGS)
         try:
             if not is_own_file(os.fstat(fd)):
-                raise LedgerDamaged("it is no file of this user's")
+                raise LedgerDamaged("it is not a file of this user")
             return os.read(fd, RESET_BYTES + 1)
         finally:
             os.close(fd)
 
     def _save(self) -> str:
-        """Write the page; return why that failed, with the remedy; empty if it did not."""
+        """Write the page; return why that failed and the remedy, or an empty string."""
         try:
-            if self._is_whole():  # overwriting needs no free space
+            if self._is_complete():  # overwriting needs no free space
                 self._write(self._path)
             else:
                 self._replace()
         except OSError as error:
-            return self._lack(f"{self._path} cannot be written: {error.strerror}")
+            return self._report_failure(f"{self._path} cannot be written: {error.strerror}")
         if self._failed:
             self._failed = ""
             log.info("%s can be written again", self._path)
         return ""
 
-    def _is_whole(self) -> bool:
-        """Whether the file exists, is this user's and has the full size."""
+    def _is_complete(self) -> bool:
+        """Whether the file exists, belongs to this user and has the full size."""
         try:
             status = self._path.lstat()
         except FileNotFoundError:
@@ -440,21 +454,20 @@ class ResetFile(ResetTable):
         fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
         try:
             if os.pwrite(fd, self.pack(), 0) != RESET_BYTES:
-                raise OSError(0, "it was written in part")
+                raise OSError(0, "only a part was written")
         finally:
             os.close(fd)
 
-    def _lack(self, why: str) -> str:
+    def _report_failure(self, reason: str) -> str:
         """Log the reason unless it was logged last time; return the text for the reply."""
-        if why != self._failed:
-            self._failed = why
+        if reason != self._failed:
+            self._failed = reason
             log.error(
-                "%s; until it can be, a reset is answered as failed and tried again, since tiers"
-                " might not know of it after the next start: make room there, or let this user"
-                " write there",
-                why,
+                "%s; until then a reset is answered as failed and retried, since tiers might miss"
+                " it after the next start: free space there, or let this user write there",
+                reason,
             )
         return (
-            f"{why}; the chunks are dropped, but a tier might not know of it after the daemon's"
-            " next start: make room there, and try again"
+            f"{reason}; the chunks are dropped, but a tier might miss the reset after the daemon's"
+            " next start: free space there, and retry"
         )

@@ -1,6 +1,7 @@
-"""Namespaces in a tier's process, and the broker's batches.
+"""What a tier's process works on: namespaces, batches of chunks, and the seal of a chunk.
 
-A batch is split into parts for threads; one answer collects their outcomes.
+A batch is split into parts for threads; one reply collects their outcomes. A seal is the head kept
+beside a chunk's bytes, by which a get verifies that it read what a put wrote.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from kvd_proto.directory import KEY_BYTES, DirectoryView, SlotState
 from kvd_proto.jobs import IntArray
 
 MAX_DESCRIPTIONS_BYTES = 2**20
-"""Limit for the descriptions in one answer, so that the broker reads it quickly."""
+"""Limit for the descriptions in one reply, so that the broker reads it quickly."""
 TEXT_LIMIT = 1000
 
 
@@ -40,18 +41,16 @@ class NamespaceMapping:
     The mappings are released with the last reference: threads may still read after a close.
 
     Args:
-        order: the broker's `OpenNamespace`.
         fds: of the directory and, if any, the descriptions; owned by this object.
         pool: all of the pool.
 
     Attributes:
-        order: the broker's `OpenNamespace`.
-        asked: the salt that the broker named last; empty if it knows of none.
-        reset: the broker does not know yet that the tier has noted that salt.
-        salt: the salt in effect, since the backend began `space`.
-        space: None until the backend has begun it, and again after a close or reset.
-        early: batches that came before the backend began the space.
-        error: why the namespace cannot begin; empty if nothing failed.
+        requested_salt: the last salt from the broker; empty if it knows none.
+        reset_unconfirmed: the broker does not know yet that the tier has noted that salt.
+        salt: the salt in effect, once the backend has opened `space`.
+        space: None until the backend has opened it, and again after a close or reset.
+        pending_batches: those that came before the backend had opened the space.
+        error: why the space cannot be opened; empty if nothing failed.
         retry_at: when to try again, in monotonic seconds.
     """
 
@@ -64,17 +63,17 @@ class NamespaceMapping:
         self._pool = pool
         self.order = order
         self.chunk_bytes = sum(order.slot_bytes)
-        self.asked, self.reset = order.salt, order.reset
+        self.requested_salt, self.reset_unconfirmed = order.salt, order.reset
         self.salt = b""
         self.space: Space | None = None
-        self.early: list[Batch] = []
+        self.pending_batches: list[Batch] = []
         self.error = ""
         self.retry_at = math.inf
 
     def space_of(self, salt: bytes) -> Space:
-        """Return the namespace under a salt, as backends know it."""
-        name = space_id(self.order.namespace, salt)
-        return Space(name, self.order.slot_bytes, HEAD_BYTES + self.order.description_bytes)
+        """Return the space of this namespace and a salt."""
+        id_ = space_id(self.order.namespace, salt)
+        return Space(id_, self.order.slot_bytes, HEAD_BYTES + self.order.description_bytes)
 
     def shares(self, slot: int) -> tuple[memoryview, ...]:
         """Return the memory of a slot, one share for each arena."""
@@ -108,29 +107,28 @@ class BatchPart:
         """Bytes to transfer; 0 for a Lookup."""
         if isinstance(self.batch.order, Lookup):
             return 0
-        return (self.end - self.begin) * self.batch.place.chunk_bytes
+        return (self.end - self.begin) * self.batch.namespace.chunk_bytes
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """An order of the broker's, and its outcomes.
+    """An order of the broker, and its outcomes.
 
-    Columns have one item for each key; for an Lookup, `slots` and `generations` are empty.
+    Columns have one item for each key; for a Lookup, `slots` and `generations` are empty.
 
     Attributes:
-        place: its namespace.
-        space: the space that it runs in; None before the namespace has begun.
+        space: in which it runs; None before the namespace's space is open.
         deadline: monotonic seconds.
-        outcomes: of each chunk; FAILED until it is done.
+        outcomes: of each chunk; FAILED until it has been executed.
         coverages, descriptions: of each chunk; a Get fills them in.
         error: the medium's last error.
-        left: parts that have not ended.
-        received, began, ended: monotonic nanoseconds: the order came, its first part began, its
-            last part ended.
+        num_pending_parts: parts that have not ended.
+        received_ns, started_ns, ended_ns: monotonic: when the order came, its first part was
+            started, its last part ended.
     """
 
     order: Put | Get | Lookup
-    place: NamespaceMapping
+    namespace: NamespaceMapping
     space: Space | None = None
     slots: Sequence[int] = ()
     generations: Sequence[int] = ()
@@ -138,11 +136,11 @@ class Batch:
     outcomes: list[Outcome] = field(init=False)
     descriptions: list[bytes] = field(init=False)
     deadline: float = field(init=False)
-    received: int = field(default_factory=time.monotonic_ns)
+    received_ns: int = field(default_factory=time.monotonic_ns)
     error: str = ""
-    left: int = 0
-    began: int = 0
-    ended: int = 0
+    num_pending_parts: int = 0
+    started_ns: int = 0
+    ended_ns: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -157,14 +155,17 @@ class Batch:
         self.descriptions = [b""] * count
         self.deadline = time.monotonic() + order.deadline_ms / 1000
 
-    def parts(self, batch_bytes: int) -> list[BatchPart]:
-        """Split it into parts of at most `batch_bytes`, or one chunk; one part if it is empty."""
+    def split(self, part_bytes: int) -> list[BatchPart]:
+        """Split it into parts of at most `part_bytes`, or one chunk; one part if it is empty."""
         count = len(self.order.keys)
         step = max(1, count)
         if not isinstance(self.order, Lookup):
-            step = max(1, batch_bytes // self.place.chunk_bytes)
-        parts = [BatchPart(self, at, min(count, at + step)) for at in range(0, max(1, count), step)]
-        self.left = len(parts)
+            step = max(1, part_bytes // self.namespace.chunk_bytes)
+        parts = [
+            BatchPart(self, begin, min(count, begin + step))
+            for begin in range(0, max(1, count), step)
+        ]
+        self.num_pending_parts = len(parts)
         return parts
 
     @property
@@ -173,42 +174,46 @@ class Batch:
         return type(self.order).__name__.upper()
 
     @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether its namespace was reset or closed since it was submitted."""
-        return self.place.space is not self.space
+        return self.namespace.space is not self.space
 
-    def begins(self) -> None:
-        """Record that a thread begins a part."""
+    def start_part(self) -> None:
+        """Record that a thread starts a part."""
         with self.lock:
-            self.began = self.began or time.monotonic_ns()
+            self.started_ns = self.started_ns or time.monotonic_ns()
 
-    def ends(self) -> bool:
+    def end_part(self) -> bool:
         """Record that a part has ended; return whether it was the last."""
         with self.lock:
-            self.left -= 1
-            self.ended = time.monotonic_ns()
-            return self.left == 0
+            self.num_pending_parts -= 1
+            self.ended_ns = time.monotonic_ns()
+            return self.num_pending_parts == 0
 
-    def fail(self, outcome: Outcome, error: str = "", begin: int = 0, end: int = 1 << 30) -> None:
+    def set_outcome(
+        self, outcome: Outcome, error: str = "", begin: int = 0, end: int = 1 << 30
+    ) -> None:
         """Set the outcome of chunks begin..end - 1."""
         end = min(end, len(self.outcomes))
         self.outcomes[begin:end] = [outcome] * (end - begin)
         self.error = error[:TEXT_LIMIT] or self.error
 
-    def done(self) -> BatchResult:
-        """Return the answer. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
-        room = MAX_DESCRIPTIONS_BYTES
-        rows, descriptions = [(0, 0, 0)] * len(self.outcomes), []
+    def reply(self) -> BatchResult:
+        """Return the reply. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
+        room = MAX_DESCRIPTIONS_BYTES  # bytes
+        coverages, descriptions = [(0, 0, 0)] * len(self.outcomes), []
         if isinstance(self.order, Get):
             for i, outcome in enumerate(self.outcomes):
                 description = self.descriptions[i] if outcome is Outcome.OK else b""
                 room -= len(description)
                 descriptions.append(description if room >= 0 else b"")
                 if outcome is Outcome.OK:
-                    rows[i] = self.coverages[i]
-        ended = self.ended or time.monotonic_ns()
-        began = self.began or ended
-        first, count, groups = (IntArray.of([row[i] for row in rows], "u2") for i in range(3))
+                    coverages[i] = self.coverages[i]
+        ended_ns = self.ended_ns or time.monotonic_ns()
+        started_ns = self.started_ns or ended_ns
+        first, count, groups = (
+            IntArray.of([coverage[i] for coverage in coverages], "u2") for i in range(3)
+        )
         return BatchResult(
             number=self.order.number,
             outcomes=IntArray.of(map(int, self.outcomes), "u1"),
@@ -216,36 +221,39 @@ class Batch:
             count=count,
             groups=groups,
             descriptions=tuple(descriptions),
-            nanoseconds=max(0, ended - began),
-            waited=max(0, began - self.received),
+            nanoseconds=max(0, ended_ns - started_ns),
+            waited=max(0, started_ns - self.received_ns),
             error=self.error,
         )
 
 
+# The seal of a chunk. Little-endian: magic and version, the space's id, key, first block, count of
+# blocks and group, bytes of all shares and their xxh3-64; then the chunk's description, if it has
+# one; then the xxh3-64 of all of that.
 MAGIC = b"kvdC"
 VERSION = 2
 _HEAD = struct.Struct(f"<4sHBx16sQQHHH2xI4x{KEY_BYTES}s")
 _CHECK = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size + _CHECK.size
-"""Of a head without a description."""
+"""Bytes of a head without a description."""
 
 
 class Damaged(TierError):
-    """What was read is not what was put; the text says which part of it."""
+    """The bytes read are not those of the put; the text says which part."""
 
 
 class OtherChunk(Damaged):
-    """A whole head, of another chunk: as where a power loss brings an old index back."""
+    """The head is whole, but of another chunk: a power loss may bring an old index back."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedHead:
-    """What a head says.
+    """The contents of a head.
 
     Attributes:
         coverage: first block, count of blocks, group.
         checksum: xxh3-64 of the shares.
-        description: as the scheduler encoded it; empty: there is none.
+        description: as the scheduler encoded it; empty if there is none.
     """
 
     coverage: tuple[int, int, int]
@@ -254,9 +262,9 @@ class SealedHead:
 
 
 def checksum_of(shares: Sequence[memoryview]) -> int:
-    """The xxh3-64 of the bytes of all shares, one after the other.
+    """Return the xxh3-64 of all shares' bytes, one share after the other.
 
-    The interpreter lock is let go while a large share is read.
+    The interpreter lock is released while a large share is read.
     """
     if len(shares) == 1:
         return xxh3_64_intdigest(shares[0])
@@ -269,50 +277,34 @@ def checksum_of(shares: Sequence[memoryview]) -> int:
 def seal(
     space: Space, key: bytes, coverage: tuple[int, int, int], checksum: int, description: bytes
 ) -> bytes:
-    """The head of a chunk.
-
-    Args:
-        space: its own.
-        key: 1 to 48 bytes.
-        coverage: first block, count of blocks, group; 16 bits each.
-        checksum: `checksum_of` its shares.
-        description: empty where there is none.
-    """
-    head = _HEAD.pack(
-        MAGIC,
-        VERSION,
-        len(key),
-        space.id,
-        space.chunk_bytes,
-        checksum,
-        *coverage,
-        len(description),
-        key,
-    )
-    head += description
+    """Return the head of a chunk; its fields are those of `SealedHead`."""
+    nbytes = space.chunk_bytes
+    identity = MAGIC, VERSION, len(key), space.id, nbytes, checksum, *coverage
+    head = _HEAD.pack(*identity, len(description), key) + description
     return head + _CHECK.pack(xxh3_64_intdigest(head))
 
 
 def unseal(head: bytes, space: Space, key: bytes) -> SealedHead:
-    """What a head says, which must be that of this chunk.
+    """Return the contents of a chunk's head. The caller must compare `checksum` with the shares.
 
     Raises:
-        Damaged: it is not, or not whole. The shares are to be compared with `SealedHead.checksum`.
+        OtherChunk: the head is of another chunk.
+        Damaged: the head is not whole, or of another version or size.
     """
     size = len(head) - _CHECK.size
     if size < _HEAD.size:
-        raise Damaged(f"a head of {len(head)} bytes, {HEAD_BYTES} are the least")
+        raise Damaged(f"the head has {len(head)} bytes; the least is {HEAD_BYTES}")
     body = memoryview(head)[:size]
     if _CHECK.unpack_from(head, size)[0] != xxh3_64_intdigest(body):
-        raise Damaged("the head's check word does not fit it")
+        raise Damaged("the head does not match its checksum")
     magic, version, key_len, space_id, nbytes, checksum, *coverage, length, padded = (
         _HEAD.unpack_from(head)
     )
     if (magic, version) != (MAGIC, VERSION):
-        raise Damaged(f"a head of version {magic!r} {version}, this is {VERSION}")
+        raise Damaged(f"the head has version {magic!r} {version}; this kvd reads {VERSION}")
     if (padded[:key_len], space_id) != (key, space.id):
-        raise OtherChunk("the record of another chunk")
+        raise OtherChunk("the record is of another chunk")
     if nbytes != space.chunk_bytes or size - _HEAD.size != length:
-        raise Damaged(f"a record of {nbytes} bytes, a chunk has {space.chunk_bytes}")
+        raise Damaged(f"the record has {nbytes} bytes; a chunk has {space.chunk_bytes}")
     first, count, group = coverage
     return SealedHead((first, count, group), checksum, bytes(body[_HEAD.size :]))

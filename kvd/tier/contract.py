@@ -1,10 +1,9 @@
-"""The interface of a tier's backend, which keeps chunks on a medium, in batches.
+"""The interface of a tier's backend, which stores chunks on a medium in batches.
 
-`kvd.tier.threads` calls a backend from several threads at a time; a backend may block. The common
-layer does the rest for every backend: it finds the bytes in the pool, seals them with a check word
-before a put and verifies it after a get, checks that a slot still holds the chunk, and keeps
-deadlines. A backend is found by the entry point (`kvd.tiers`) named before the colon of
-``--tier NAME:…``.
+`kvd.tier.threads` calls a backend from several threads at a time; calls may block. The rest is
+common to all backends: `kvd.tier` finds the bytes in the pool, seals them with a checksum before a
+put and verifies it after a get, checks that a slot still holds the chunk, and enforces deadlines.
+``--tier NAME:…`` selects the entry point NAME of the group `kvd.tiers`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,17 +16,7 @@ from kvd.config.values import TierSetting
 from kvd.errors import ConfigError
 from kvd.outcomes import Outcome
 
-__all__ = [
-    "BackendOptions",
-    "Capacity",
-    "Chunk",
-    "Outcome",
-    "Space",
-    "TierBackend",
-    "backend_class",
-    "backend_options",
-    "check_tiers",
-]
+__all__ = ["BackendOptions", "Capacity", "Chunk", "Outcome", "Space", "TierBackend"]
 
 GROUP = "kvd.tiers"
 
@@ -62,7 +51,7 @@ class Chunk:
         key: 1 to 48 bytes.
         shares: its memory in the pool, which a put reads and a get writes.
         head: sealed bytes kept with the chunk, at most `space.head_bytes`; a get sets it. It
-            identifies the chunk (`kvd.tier.batches`), and is opaque to a backend.
+            identifies the chunk (`kvd.tier.batches.seal`), and is opaque to a backend.
         coverage: first block, count of blocks and group; `scan` returns it.
         checksum: xxh3-64 of the shares, for backends that have an index of their own.
     """
@@ -77,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes in all and in use, and chunks. `total` is 0 if unknown."""
+    """Bytes in total and in use, and number of chunks. `total` is 0 if unknown."""
 
     total: int
     used: int
@@ -102,7 +91,7 @@ class TierBackend(ABC):
 
     Attributes:
         shared: other nodes put and remove chunks too, so the broker asks `contains`. Otherwise the
-            broker learns from `scan` and `take_dropped` what is there, and never asks.
+            broker learns from `scan` and `take_dropped` which chunks are stored, and never asks.
         medium: the name for routers and engines: `disk`, `remote` or `memory`.
         threads: how many batches to process at a time.
         batch_bytes: the preferred size of a batch.
@@ -129,7 +118,7 @@ class TierBackend(ABC):
     @classmethod
     @abstractmethod
     def open(cls, options: BackendOptions, pool: memoryview) -> Self:
-        """Open the medium, with the chunks kept on it. `pool` is all of the pool, writable.
+        """Open the medium, with the chunks stored on it. `pool` is all of the pool, writable.
 
         Raises:
             TierError: it cannot be used now; names the remedy. The daemon retries.
@@ -137,7 +126,7 @@ class TierBackend(ABC):
 
     @abstractmethod
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Keep chunks. A chunk that is there already stays as it is, or is replaced whole."""
+        """Store chunks. A chunk that is stored already stays as it is, or is replaced whole."""
 
     @abstractmethod
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
@@ -149,7 +138,7 @@ class TierBackend(ABC):
 
     @abstractmethod
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Drop these chunks; absent ones are no error."""
+        """Drop these chunks, if they are stored."""
 
     def salt(self, namespace: bytes) -> bytes:
         """Return the salt noted for a namespace (16 bytes) by `note_salt`; empty if there is none.
@@ -178,11 +167,11 @@ class TierBackend(ABC):
 
     @abstractmethod
     def open_space(self, space: Space) -> None:
-        """Start to use a space, with the chunks kept of it."""
+        """Start to use a space, with the chunks that are stored of it."""
 
     @abstractmethod
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """Yield keys and coverages of all chunks of a space, in pieces; nothing if shared."""
+        """Yield keys and coverages of all chunks of a space, in lists; none if shared."""
 
     @abstractmethod
     def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
@@ -190,58 +179,58 @@ class TierBackend(ABC):
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """Return how full it is. Must not block."""
+        """Return how full the medium is. Must not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the medium; acknowledged chunks stay if it is persistent."""
+        """Close the medium; if it is persistent, acknowledged chunks stay."""
 
 
 def backend_class(setting: TierSetting) -> type[TierBackend]:
-    """Return the class that serves a tier.
+    """Return the backend class of a tier.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be imported; says what to do.
+        ConfigError: there is none of this name, or it cannot be imported; names the remedy.
     """
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    if setting.kind not in known:
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if setting.kind not in points:
         raise ConfigError(
             f"{setting.text!r}: no tier is called {setting.kind}; known are"
-            f" {', '.join(sorted(known)) or 'none: install kvd again'}"
+            f" {', '.join(sorted(points)) or 'none: install kvd again'}"
         )
     try:
-        found = known[setting.kind].load()
+        backend = points[setting.kind].load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{setting.text!r}: {known[setting.kind].value} cannot be imported ({error});"
+            f"{setting.text!r}: {points[setting.kind].value} cannot be imported ({error});"
             " install what it needs, or remove the tier"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, TierBackend)):
+    if not (isinstance(backend, type) and issubclass(backend, TierBackend)):
         raise ConfigError(
-            f"{setting.text!r}: {known[setting.kind].value} is no kvd.tier.contract.TierBackend"
+            f"{setting.text!r}: {points[setting.kind].value} is no kvd.tier.contract.TierBackend"
         )
-    return found
+    return backend
 
 
 def backend_options(setting: TierSetting) -> BackendOptions:
-    """What of a tier's setting its backend is told."""
+    """Return the options in a tier's setting."""
     return BackendOptions(setting.target, setting.options)
 
 
 def check_tiers(settings: Sequence[TierSetting]) -> list[type[TierBackend]]:
-    """Return the tiers' classes, which have looked at what is written for them, without any I/O.
+    """Check the options of tiers, without any I/O; return their backend classes.
 
     Raises:
-        ConfigError: all that is wrong, a line each.
+        ConfigError: all problems, a line each.
     """
-    kinds, problems = [], []
+    backends, problems = [], []
     for setting in settings:
         try:
-            kinds.append(backend_class(setting))
-            kinds[-1].check(backend_options(setting))
+            backends.append(backend_class(setting))
+            backends[-1].check(backend_options(setting))
         except ConfigError as error:
             text = str(error)
             problems.append(text if setting.text in text else f"{setting.text!r}: {text}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return kinds
+    return backends

@@ -1,13 +1,12 @@
 """The tier `mooncake`: chunks as objects of Mooncake Store.
 
 An object is the length of the head, the head padded to a fixed size, and the shares, which are
-transferred directly between the pool and the cluster. Its name is a hash over the space's id, sizes
+transferred directly between pool and cluster. Its name is a hash over the space's id, sizes
 and key: nodes find each other's chunks only if the bytes mean the same, and names reveal no key.
 Objects are not replaced: the same name means the same chunk.
 
-The salt of a namespace is an object of its own, which is never evicted: a node that knows no salt
-joins the others. So chunks from before a reset are not found again, even by a node that has
-forgotten the reset.
+The salt of a namespace is an object of its own, which is never evicted; a node without a salt reads
+it. So chunks from before a reset are not found again, even by a node that has forgotten the reset.
 """
 
 import hashlib
@@ -29,30 +28,30 @@ from kvd.tier.mooncake_client import (
     NOT_FOUND,
     NOT_READY,
     MooncakeClient,
+    MooncakeOptions,
     address_of,
+    aligned_bytes,
     check_installed,
     only_code,
     package_version,
-    parse_places,
-    piece_bytes,
 )
 
 _LENGTH = struct.Struct("<I")
 _SALT_BYTES = 8
-_PUTS = {DONE: Outcome.OK, NO_ROOM: Outcome.FULL}
-_GETS = {
+_PUT_OUTCOMES = {DONE: Outcome.OK, NO_ROOM: Outcome.FULL}
+_GET_OUTCOMES = {
     NOT_FOUND: Outcome.ABSENT,
     NOT_READY: Outcome.ABSENT,
     BAD_LENGTH: Outcome.CORRUPT,
     LEASE_EXPIRED: Outcome.LATE,
 }
-_REMIND_SECONDS = 10.0
-_TRIES = 20  # to read a salt that another node is writing
-_TRY_SECONDS = 0.05
+_REWRITE_SECONDS = 10.0
+_SALT_READS = 20  # of a salt that another node is writing
+_SALT_READ_SECONDS = 0.05  # between two
 
 
 class MooncakeTier(TierBackend):
-    """The backend ``mooncake:master=HOST:PORT,…``; for its other options see `Places`."""
+    """The backend ``mooncake:master=HOST:PORT,…``; for its other options see `MooncakeOptions`."""
 
     shared: ClassVar[bool] = True
     medium: ClassVar[str] = "remote"
@@ -64,64 +63,64 @@ class MooncakeTier(TierBackend):
         self.described = described
         self._lock = threading.Lock()
         self._salts: dict[bytes, bytes] = {}  # of namespaces in use
-        self._reminded = time.monotonic()
+        self._last_rewrite = time.monotonic()
 
     @classmethod
     def check(cls, options: BackendOptions) -> None:
         """See TierBackend."""
-        parse_places(options)
+        MooncakeOptions.parse(options)
         check_installed()
 
     @classmethod
     def open(cls, options: BackendOptions, pool: memoryview) -> Self:
         """See TierBackend."""
-        places = parse_places(options)
-        client = MooncakeClient(places, pool)
+        parsed = MooncakeOptions.parse(options)
+        client = MooncakeClient(parsed, pool)
         return cls(
             client,
-            f"Mooncake Store at {places.master_text} ({package_version()}), {places.protocol},"
-            f" as {client.host}, contributing {places.segment_bytes} bytes",
+            f"Mooncake Store at {parsed.master_text} ({package_version()}), {parsed.protocol},"
+            f" as {client.host}, contributing {parsed.segment_bytes} bytes",
         )
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """See TierBackend."""
         if not chunks or time.monotonic() > deadline:
             return [Outcome.LATE] * len(chunks)
-        self._remind()
-        with self._heads(chunks) as (memory, address, begins):
-            for chunk, begin in zip(chunks, begins, strict=True):
-                _LENGTH.pack_into(memory, begin, len(chunk.head))
-                at = begin + _LENGTH.size
-                memory[at : at + len(chunk.head)] = chunk.head
-            codes = self._client.put(*_objects(chunks, address, begins))
-        self._raise_if_all_failed(codes, _PUTS)
-        return [_PUTS.get(code, Outcome.FAILED) for code in codes]
+        self._rewrite_salts()
+        with self._head_buffer(chunks) as (memory, address, offsets):
+            for chunk, offset in zip(chunks, offsets, strict=True):
+                _LENGTH.pack_into(memory, offset, len(chunk.head))
+                begin = offset + _LENGTH.size
+                memory[begin : begin + len(chunk.head)] = chunk.head
+            codes = self._client.put(*_objects(chunks, address, offsets))
+        self._raise_if_all_failed(codes, _PUT_OUTCOMES)
+        return [_PUT_OUTCOMES.get(code, Outcome.FAILED) for code in codes]
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """See TierBackend."""
         if not chunks or time.monotonic() > deadline:
             return [Outcome.LATE] * len(chunks)
         outcomes = []
-        with self._heads(chunks) as (memory, address, begins):
-            codes = self._client.get(*_objects(chunks, address, begins))
-            self._raise_if_all_failed(codes, _GETS)
-            for chunk, begin, code in zip(chunks, begins, codes, strict=True):
-                outcome = _GETS.get(code, Outcome.FAILED if code < 0 else Outcome.OK)
+        with self._head_buffer(chunks) as (memory, address, offsets):
+            codes = self._client.get(*_objects(chunks, address, offsets))
+            self._raise_if_all_failed(codes, _GET_OUTCOMES)
+            for chunk, offset, code in zip(chunks, offsets, codes, strict=True):
+                outcome = _GET_OUTCOMES.get(code, Outcome.FAILED if code < 0 else Outcome.OK)
                 if outcome is Outcome.OK:
-                    (length,) = _LENGTH.unpack_from(memory, begin)
-                    at = begin + _LENGTH.size
+                    (length,) = _LENGTH.unpack_from(memory, offset)
+                    begin = offset + _LENGTH.size
                     if length > chunk.space.head_bytes:
                         outcome = Outcome.CORRUPT
                     else:
-                        chunk.head = bytes(memory[at : at + length])
+                        chunk.head = bytes(memory[begin : begin + length])
                 outcomes.append(outcome)
-        wrong = [
+        corrupt_names = [
             name_of(chunk.space, chunk.key)
             for chunk, outcome in zip(chunks, outcomes, strict=True)
             if outcome is Outcome.CORRUPT
         ]
-        if wrong:
-            self._client.remove(wrong)
+        if corrupt_names:
+            self._client.remove(corrupt_names)
         return outcomes
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -136,25 +135,25 @@ class MooncakeTier(TierBackend):
             self._client.remove([name_of(space, key) for key in keys])
 
     def salt(self, namespace: bytes) -> bytes:
-        """Return the namespace's salt in use here, else the cluster's, which is drawn if absent."""
+        """Return the salt in use here, else the cluster's; if there is none, create it."""
         with self._lock:
-            used = self._salts.get(namespace)
-        if used is not None:
-            return used
-        name, drawn = _salt_name(namespace), b""
-        for _ in range(_TRIES):
+            salt = self._salts.get(namespace)
+        if salt is not None:
+            return salt
+        name, new_salt = _salt_name(namespace), b""
+        for _ in range(_SALT_READS):
             if (word := self._client.read_word(name)) is not None:
                 return word
-            drawn = drawn or secrets.token_bytes(_SALT_BYTES)
-            self._client.write_word(name, drawn, replace=False)
-            time.sleep(_TRY_SECONDS)  # another node may have been first: read what it wrote
-        raise TierError("the salt of a namespace is being written and does not come")
+            new_salt = new_salt or secrets.token_bytes(_SALT_BYTES)
+            self._client.write_word(name, new_salt, replace=False)
+            time.sleep(_SALT_READ_SECONDS)  # another node may have been first: read what it wrote
+        raise TierError("the salt of a namespace cannot be read: another node is still writing it")
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
         """See TierBackend. The cluster evicts chunks of other salts in time."""
         with self._lock:
-            before = self._salts.get(namespace)
-        if before != salt:
+            previous = self._salts.get(namespace)
+        if previous != salt:
             self._client.write_word(_salt_name(namespace), salt, replace=reset)
         with self._lock:
             self._salts[namespace] = salt
@@ -163,18 +162,18 @@ class MooncakeTier(TierBackend):
     def open_space(self, space: Space) -> None:
         """See TierBackend."""
 
-    def _remind(self) -> None:
-        """Write salts again that were lost with a store, at most every `_REMIND_SECONDS`."""
+    def _rewrite_salts(self) -> None:
+        """Rewrite salts that were lost with a store, at most every `_REWRITE_SECONDS`."""
         now = time.monotonic()
         with self._lock:
-            if now < self._reminded + _REMIND_SECONDS:
+            if now < self._last_rewrite + _REWRITE_SECONDS:
                 return
-            self._reminded = now
+            self._last_rewrite = now
             salts = self._salts.copy()
         for namespace, salt in salts.items():
             self._client.write_word(_salt_name(namespace), salt, replace=False)
 
-    def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:  # noqa: ARG002  # nobody knows
+    def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:  # noqa: ARG002  # a cluster has no list
         """See TierBackend."""
         return iter(())
 
@@ -191,26 +190,28 @@ class MooncakeTier(TierBackend):
         self._client.close()
 
     @contextmanager
-    def _heads(self, chunks: Sequence[Chunk]) -> Iterator[tuple[memoryview, int, list[int]]]:
+    def _head_buffer(self, chunks: Sequence[Chunk]) -> Iterator[tuple[memoryview, int, list[int]]]:
         """Yield a buffer for the heads of a batch, its address, and the offset of each head."""
-        begins, size = [], 0
+        offsets, size = [], 0
         for chunk in chunks:
-            begins.append(size)
-            size += piece_bytes(_LENGTH.size + chunk.space.head_bytes)
+            offsets.append(size)
+            size += aligned_bytes(_LENGTH.size + chunk.space.head_bytes)
         with self._client.buffer(size) as (memory, address):
-            yield memory, address, begins
+            yield memory, address, offsets
 
-    def _raise_if_all_failed(self, codes: Sequence[int], known: Mapping[int, Outcome]) -> None:
+    def _raise_if_all_failed(self, codes: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
         code = only_code(codes)
-        if code is not None and code not in known:
-            raise TierError(f"{self._client.master_text}, or its stores: all failed (code {code})")
+        if code is not None and code not in outcomes:
+            raise TierError(
+                f"{self._client.master_text}, or its stores: all chunks failed (code {code})"
+            )
 
 
 def name_of(space: Space, key: bytes) -> str:
     """Return the name of a chunk's object: 64 hexadecimal digits."""
     sizes = (space.head_bytes, *space.share_bytes)
-    said = struct.pack(f"<16sQ{len(sizes)}Q", space.id, len(sizes), *sizes) + key
-    return hashlib.blake2b(said, digest_size=32, person=b"kvd chunk").hexdigest()
+    identity = struct.pack(f"<16sQ{len(sizes)}Q", space.id, len(sizes), *sizes) + key
+    return hashlib.blake2b(identity, digest_size=32, person=b"kvd chunk").hexdigest()
 
 
 def _salt_name(namespace: bytes) -> str:
@@ -218,12 +219,12 @@ def _salt_name(namespace: bytes) -> str:
 
 
 def _objects(
-    chunks: Sequence[Chunk], address: int, begins: Sequence[int]
+    chunks: Sequence[Chunk], address: int, offsets: Sequence[int]
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """Return names, and for each object the addresses and sizes of its pieces: head, shares."""
     names, addresses, sizes = [], [], []
-    for chunk, begin in zip(chunks, begins, strict=True):
+    for chunk, offset in zip(chunks, offsets, strict=True):
         names.append(name_of(chunk.space, chunk.key))
-        addresses.append([address + begin, *map(address_of, chunk.shares)])
+        addresses.append([address + offset, *map(address_of, chunk.shares)])
         sizes.append([_LENGTH.size + chunk.space.head_bytes, *chunk.space.share_bytes])
     return names, addresses, sizes

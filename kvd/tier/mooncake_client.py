@@ -1,10 +1,8 @@
-"""The edge to Mooncake's own client: where the cluster is, one object of it, its codes, its memory.
+"""Mooncake's own client, wrapped: options, error codes, registered memory, and calls.
 
-``mooncake:master=HOST:PORT,…``: what else an operator may write, `Places` says.
-
-The client's calls take no time limit: they stall for seconds while the master is away. So the
-limits that it reads from the environment are made short, and after a call that found no master a
-connection to it is tried first, which fails in a moment.
+Calls of the client take no timeout: they stall for seconds while the master is away. So this module
+shortens the timeouts that the client reads from the environment. After a call that failed for lack
+of a master, it first connects to the master, which fails at once if that is still away.
 """
 
 import mmap
@@ -34,14 +32,14 @@ INSTALL = f"pip install {PACKAGES[0]} (or {PACKAGES[1]} where CUDA is)"
 LIBRARIES = "libibverbs1, librdmacm1 and libnuma1"
 
 DONE: Final = 0
-NO_ROOM: Final = -200  # NO_AVAILABLE_HANDLE: eviction did not keep up, or there is no store
-BAD_LENGTH: Final = -600  # INVALID_PARAMS: the object is longer than what it is read into
-NOT_READY: Final = -703  # another's put of it is not at its end
+NO_ROOM: Final = -200  # NO_AVAILABLE_HANDLE: eviction is behind, or there is no store
+BAD_LENGTH: Final = -600  # INVALID_PARAMS: the object is longer than the memory to read into
+NOT_READY: Final = -703  # another node's put of it has not ended
 NOT_FOUND: Final = -704
-LEASE_EXPIRED: Final = -707  # it took so long that the bytes may be another's
+LEASE_EXPIRED: Final = -707  # the get took so long that the bytes may be another object's
 MASTER_AWAY: Final = (-900, -901)  # RPC_FAIL, RPC_TIMEOUT
 
-_LIMITS = {
+_TIMEOUTS = {
     "MC_RPC_TIMEOUT_MS": "2000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
@@ -49,24 +47,25 @@ _LIMITS = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-_CONNECT_SECONDS = 1.0  # when it begins
+_CONNECT_SECONDS = 1.0  # at the start
 _PROBE_SECONDS = 0.2  # after the master was away
-_AT_ONCE_SECONDS, _STALE_CONNECTIONS = 0.1, 4
+_AT_ONCE_SECONDS, _MAX_STALE_CONNECTIONS = 0.1, 4
 _BUFFER_BYTES = 2**20
-_PIECE_BYTES = 64  # a piece of a buffer begins at a cache line
+_PIECE_ALIGNMENT = 64  # a piece of a buffer begins at a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
-    """What an operator wrote.
+    """The options ``mooncake:master=HOST:PORT,…`` of a tier.
 
     Attributes:
         master: host and port of the master's RPC.
         metadata: URL of a metadata server; P2PHANDSHAKE: there is none.
-        protocol: how bytes travel.
+        protocol: of transfers, `tcp` or `rdma`.
         devices: RDMA devices, separated by "+"; empty: Mooncake chooses.
-        segment_bytes: memory that this node's process gives to the cluster.
-        host: the address under which others reach this node; empty: that of the way to the master.
+        segment_bytes: memory that this process contributes to the cluster.
+        host: the address under which other nodes reach this one; empty: this node's address on the
+            way to the master.
     """
 
     master: tuple[str, int]
@@ -78,43 +77,44 @@ class MooncakeOptions:
 
     @property
     def master_text(self) -> str:
-        """As an operator writes it."""
+        """Host and port, as an operator writes them."""
         return f"{self.master[0]}:{self.master[1]}"
 
+    @classmethod
+    def parse(cls, options: BackendOptions) -> "MooncakeOptions":
+        """Parse the operator's options, without any I/O.
 
-def parse_places(options: BackendOptions) -> MooncakeOptions:
-    """Look at a tier's options, without any I/O.
-
-    Raises:
-        ConfigError: it names key, value and remedy.
-    """
-    values = options.values
-    if options.target:
-        raise ConfigError(
-            f"mooncake:{options.target}: it has no target; give mooncake:master=HOST:PORT"
+        Raises:
+            ConfigError: an option is invalid; names key, value and remedy.
+        """
+        values = options.values
+        if options.target:
+            raise ConfigError(
+                f"mooncake:{options.target}: it has no target; give mooncake:master=HOST:PORT"
+            )
+        if "size" in values:
+            raise ConfigError(
+                f"mooncake: size={values['size']}: the cluster's stores decide how much it holds;"
+                " leave it out, or give segment=SIZE to let this node contribute"
+            )
+        if unknown := sorted(values.keys() - set(_KEYS)):
+            raise ConfigError(f"mooncake: {unknown[0]} is none of {', '.join(_KEYS)}")
+        protocol = values.get("protocol", "tcp")
+        if protocol not in PROTOCOLS:
+            raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
+        if "devices" in values and protocol != "rdma":
+            raise ConfigError(
+                f"mooncake: devices={values['devices']} needs protocol=rdma; without that leave"
+                " devices out"
+            )
+        return cls(
+            master=_master(values.get("master", "")),
+            metadata=values.get("metadata", NO_METADATA_SERVER),
+            protocol=protocol,
+            devices=values.get("devices", ""),
+            segment_bytes=_segment(values.get("segment", "0")),
+            host=values.get("host", ""),
         )
-    if "size" in values:
-        raise ConfigError(
-            f"mooncake: size={values['size']}: the cluster's stores decide how much it holds;"
-            " leave it out, or give segment=SIZE to let this node contribute"
-        )
-    if unknown := sorted(values.keys() - set(_KEYS)):
-        raise ConfigError(f"mooncake: {unknown[0]} is none of {', '.join(_KEYS)}")
-    protocol = values.get("protocol", "tcp")
-    if protocol not in PROTOCOLS:
-        raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
-    if "devices" in values and protocol != "rdma":
-        raise ConfigError(
-            f"mooncake: devices={values['devices']} needs protocol=rdma; without it leave it out"
-        )
-    return MooncakeOptions(
-        master=_master(values.get("master", "")),
-        metadata=values.get("metadata", NO_METADATA_SERVER),
-        protocol=protocol,
-        devices=values.get("devices", ""),
-        segment_bytes=_segment(values.get("segment", "0")),
-        host=values.get("host", ""),
-    )
 
 
 def _master(text: str) -> tuple[str, int]:
@@ -135,7 +135,7 @@ def _segment(text: str) -> int:
 
 
 def check_installed() -> None:
-    """Look whether the package is there, without importing it.
+    """Check that the package is installed, without importing it.
 
     Raises:
         ConfigError: it is not; names what to install.
@@ -145,7 +145,7 @@ def check_installed() -> None:
 
 
 def package_version() -> str:
-    """Which package serves, and its version."""
+    """Return the installed package and its version."""
     for name in PACKAGES:
         try:
             return f"{name} {version(name)}"
@@ -155,45 +155,45 @@ def package_version() -> str:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where it begins."""
+    """Return the address of the first byte."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
 
 
 class MooncakeClient:
-    """A connected client. Thread-safe; calls block, and let the interpreter lock go.
+    """A connected client. Thread-safe; calls block, and release the interpreter lock.
 
     Raises:
-        TierError: it cannot be had; names the remedy.
+        TierError: it cannot be created; names the remedy.
     """
 
-    def __init__(self, places: MooncakeOptions, pool: memoryview) -> None:
-        self._master = places.master
-        self._away = False
+    def __init__(self, options: MooncakeOptions, pool: memoryview) -> None:
+        self._master = options.master
+        self._master_away = False
         self._lock = threading.Lock()
-        self._free: list[memoryview] = []
+        self._free_buffers: list[memoryview] = []
         library = _library()
-        # `setup` holds the interpreter lock for seconds where there is no master: ask before.
-        host = self._reach(_CONNECT_SECONDS)
-        self.host = places.host or host
+        # `setup` holds the interpreter lock for seconds if there is no master: connect first.
+        host = self._connect(_CONNECT_SECONDS)
+        self.host = options.host or host
         self._store = library.MooncakeDistributedStore()
-        self._pinned = library.ReplicateConfig()
-        self._pinned.with_hard_pin = True
+        self._never_evicted = library.ReplicateConfig()
+        self._never_evicted.with_hard_pin = True
         code = self._store.setup(
             {
                 "local_hostname": self.host,
-                "metadata_server": places.metadata,
-                "global_segment_size": places.segment_bytes,
+                "metadata_server": options.metadata,
+                "global_segment_size": options.segment_bytes,
                 "local_buffer_size": 0,
-                "protocol": places.protocol,
-                "rdma_devices": places.devices.replace("+", ","),
-                "master_server_addr": places.master_text,
+                "protocol": options.protocol,
+                "rdma_devices": options.devices.replace("+", ","),
+                "master_server_addr": options.master_text,
             }
         )
         if code != DONE:
             raise TierError(
-                f"Mooncake's client cannot be set up with master={places.master_text},"
-                f" metadata={places.metadata}, protocol={places.protocol} as host={self.host}"
+                f"Mooncake's client cannot be set up with master={options.master_text},"
+                f" metadata={options.metadata}, protocol={options.protocol} as host={self.host}"
                 f" (code {code}); see its own lines above"
             )
         try:
@@ -203,39 +203,39 @@ class MooncakeClient:
             raise
 
     def put(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
-        """Write objects from pieces of registered memory; those that are there stay as they are."""
+        """Write objects from pieces of registered memory; existing objects stay as they are."""
         return self._call(self._store.batch_put_from_multi_buffers, names, addresses, sizes)
 
     def get(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
-        """Read objects into pieces of registered memory: bytes of each, or a code below 0."""
+        """Read objects into pieces of registered memory; return bytes, or a code < 0, of each."""
         return self._call(self._store.batch_get_into_multi_buffers, names, addresses, sizes)
 
     def exist(self, names: list[str]) -> list[bool]:
-        """Which of these are there.
+        """Return for each name whether its object exists.
 
         Raises:
-            TierError: nobody could be asked.
+            TierError: the master does not answer.
         """
-        found: list[int] = self._call(self._store.batch_is_exist, names)
-        if all(code < 0 for code in found):
-            raise TierError(f"{self.master_text} does not say what is there (code {found[0]})")
-        return [code == 1 for code in found]
+        codes: list[int] = self._call(self._store.batch_is_exist, names)
+        if all(code < 0 for code in codes):
+            raise TierError(f"{self.master_text} cannot look up objects (code {codes[0]})")
+        return [code == 1 for code in codes]
 
     def remove(self, names: list[str]) -> None:
-        """Drop objects, though they are being read: a reader sees by its check word.
+        """Drop objects, even while nodes read them: a reader notices by the checksum.
 
         Raises:
-            TierError: nobody could be asked.
+            TierError: the master does not answer.
         """
-        codes = self._call(self._store.batch_remove, names, True)  # its `force`
+        codes = self._call(self._store.batch_remove, names, True)  # `force`
         if any(code in MASTER_AWAY for code in codes):
             raise TierError(f"{self.master_text} does not answer; nothing was removed")
 
     def read_word(self, name: str) -> bytes | None:
-        """The 8 bytes of a small object.
+        """Return the 8 bytes of a small object; None if there is no such object.
 
         Raises:
-            TierError: nobody could be asked.
+            TierError: the object cannot be read.
         """
         with self.buffer(8) as (memory, address):
             (code,) = self.get([name], [[address]], [[8]])
@@ -246,7 +246,7 @@ class MooncakeClient:
         raise TierError(f"{self.master_text}: an object of 8 bytes cannot be read (code {code})")
 
     def write_word(self, name: str, word: bytes, *, replace: bool) -> None:
-        """Write a small object that is never evicted; where one is, it stays, or is replaced.
+        """Write a small object that is never evicted. An existing one stays, unless `replace`.
 
         Raises:
             TierError: it is not written.
@@ -254,7 +254,7 @@ class MooncakeClient:
         write = self._store.batch_upsert_from if replace else self._store.batch_put_from
         with self.buffer(8) as (memory, address):
             memory[:8] = word
-            (code,) = self._call(write, [name], [address], [8], self._pinned)
+            (code,) = self._call(write, [name], [address], [8], self._never_evicted)
         if code != DONE:
             raise TierError(
                 f"{self.master_text}: an object of 8 bytes cannot be written (code {code});"
@@ -263,12 +263,12 @@ class MooncakeClient:
 
     @contextmanager
     def buffer(self, nbytes: int) -> Iterator[tuple[memoryview, int]]:
-        """Registered memory of at least this size, and where it begins."""
+        """Yield registered memory of at least this size, and its address."""
         with self._lock:
-            fitting = [free for free in self._free if len(free) >= nbytes]
+            fitting = [buffer for buffer in self._free_buffers if len(buffer) >= nbytes]
             memory = min(fitting, key=len, default=None)
             if memory is not None:
-                self._free.remove(memory)
+                self._free_buffers.remove(memory)
         if memory is None:
             rounded = -(-max(nbytes, 1) // _BUFFER_BYTES) * _BUFFER_BYTES
             memory = memoryview(mmap.mmap(-1, rounded))
@@ -277,15 +277,15 @@ class MooncakeClient:
             yield memory, address_of(memory)
         finally:
             with self._lock:
-                self._free.append(memory)
+                self._free_buffers.append(memory)
 
     def close(self) -> None:
-        """End; what this node's segment held is lost to the cluster."""
+        """Disconnect; the cluster loses the objects in this node's segment."""
         self._store.close()
 
     @property
     def master_text(self) -> str:
-        """The master, as messages name it."""
+        """The master, as error texts name it."""
         return f"Mooncake's master {self._master[0]}:{self._master[1]}"
 
     def _register(self, memory: memoryview) -> None:
@@ -297,23 +297,23 @@ class MooncakeClient:
             )
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the library. All its calls may be made twice.
+        """Call the library; all its calls may be repeated.
 
-        Connections that it has kept of a master that has ended since fail at once, one after the
-        other, also when the master is back.
+        The library's connections to a master that has restarted fail at once, one after the other,
+        so such calls are repeated.
         """
-        for _ in range(_STALE_CONNECTIONS):
-            if self._away:
-                self._reach(_PROBE_SECONDS)
-            begin = time.monotonic()
+        for _ in range(_MAX_STALE_CONNECTIONS):
+            if self._master_away:
+                self._connect(_PROBE_SECONDS)
+            start = time.monotonic()
             codes = method(*arguments)
-            self._away = any(code in MASTER_AWAY for code in codes)
-            if not self._away or time.monotonic() - begin > _AT_ONCE_SECONDS:
+            self._master_away = any(code in MASTER_AWAY for code in codes)
+            if not self._master_away or time.monotonic() - start > _AT_ONCE_SECONDS:
                 break
         return codes
 
-    def _reach(self, seconds: float) -> str:
-        """Connect to the master; this node's address on the way there."""
+    def _connect(self, seconds: float) -> str:
+        """Connect to the master; return this node's address on the way there."""
         try:
             with socket.create_connection(self._master, timeout=seconds) as connection:
                 host: str = connection.getsockname()[0]
@@ -325,18 +325,18 @@ class MooncakeClient:
             ) from error
 
 
-def piece_bytes(nbytes: int) -> int:
-    """What a piece of a buffer takes, with what comes before the next one."""
-    return -(-nbytes // _PIECE_BYTES) * _PIECE_BYTES
+def aligned_bytes(nbytes: int) -> int:
+    """Return the bytes of a piece of a buffer, up to the next piece."""
+    return -(-nbytes // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
 
 
 def only_code(codes: Sequence[int]) -> int | None:
-    """The code with which everything failed; None where something did not."""
+    """Return the code with which all calls failed; None if one succeeded or codes differ."""
     return codes[0] if codes and all(code == codes[0] < 0 for code in codes) else None
 
 
 def _library() -> Any:
-    for name, value in _LIMITS.items():
+    for name, value in _TIMEOUTS.items():
         os.environ.setdefault(name, value)
     try:
         from mooncake import store  # noqa: PLC0415  # large, and starts threads

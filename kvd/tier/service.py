@@ -1,4 +1,4 @@
-"""The event loop of a tier's process: orders of the broker in, answers out.
+"""A tier's process and its event loop: orders of the broker in, replies out.
 
 The loop leaves calls that may block to threads, so it answers pings even if the medium hangs.
 """
@@ -48,48 +48,44 @@ from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
-PER_MESSAGE = 1024  # keys: the broker handles so many in one or two milliseconds
+KEYS_PER_MESSAGE = 1024  # the broker handles so many in one or two milliseconds
 SALT_BYTES = 8
-_SWITCH_SECONDS = 0.0005  # a computing thread holds up the loop for so long
-_ORDERS_A_TURN = 64
-_LOOK_MS = 50  # between checks for parts that are late in the queue
-_AGAIN_SECONDS = 1.0  # between attempts to begin a namespace
-_Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
+_SWITCH_SECONDS = 0.0005  # for at most so long a computing thread keeps the loop from running
+_ORDERS_PER_TURN = 64
+_POLL_MS = 50  # between checks for parts that have waited beyond their deadline
+_RETRY_SECONDS = 1.0  # between attempts to open a space
+_ChunkRows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
 """Keys and coverages of chunks."""
-_Scan: TypeAlias = tuple[NamespaceMapping, Space, Iterator[_Rows]]
+_Scan: TypeAlias = tuple[NamespaceMapping, Space, Iterator[_ChunkRows]]
 
 
 class TierService:
-    """The service of one tier's process.
-
-    Args:
-        link: to the broker.
-        tier: the backend, opened.
-        pool: all of the pool, writable.
-        name: of the tier, for the log.
-    """
+    """The service of one tier's process, with its opened backend and all of the pool."""
 
     def __init__(self, link: Channel, tier: TierBackend, pool: memoryview, name: str) -> None:
         self._link, self._tier, self._pool, self._name = link, tier, pool, name
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)  # not in `run`: a hung thread may still use it
-        self._told: deque[Callable[[], None]] = deque()  # callbacks from threads, for the loop
-        self._places: dict[bytes, NamespaceMapping] = {}
-        self._salts: dict[bytes, bytes] = {}  # used by the clerk's thread alone
-        self._scans: deque[_Scan] = deque()  # scans whose next piece is due
+        self._callbacks: deque[Callable[[], None]] = deque()  # from threads, for the loop
+        self._namespaces: dict[bytes, NamespaceMapping] = {}
+        self._salts: dict[bytes, bytes] = {}  # used by the serial thread only
+        self._scans: deque[_Scan] = deque()  # those whose next rows can be requested
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # space ids and keys
         self._batches: set[Batch] = set()  # submitted to threads
-        self._gone_later: dict[Batch, list[RemovedChunks]] = {}
+        self._delayed_reports: dict[Batch, list[RemovedChunks]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
-        self._tidying = self._tidy_again = self._stopping = False
-        self._workers = BatchThreads(
-            tier, name, lambda part: self._tell(partial(self._ended, part))
+        self._refreshing = self._refresh_again = self._stopping = False
+        self._batch_threads = BatchThreads(
+            tier, name, lambda part: self._call_in_loop(partial(self._end_part, part))
         )
-        self._clerk = SerialThread(self._tell)
+        self._serial_thread = SerialThread(self._call_in_loop)
 
     def run(self) -> None:
-        """Serve until StopTier (parts that threads run are finished first) or the broker's exit."""
+        """Serve until StopTier or the broker's exit.
+
+        After StopTier, parts that threads execute are finished; parts that wait are LATE.
+        """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         try:
@@ -97,31 +93,31 @@ class TierService:
             while self._batches or not self._stopping:
                 wants = select.POLLOUT if self._link.wants_write else 0
                 poll.register(self._link, select.POLLIN | wants)
-                ready = {fd for fd, _ in poll.poll(self._patience())}
+                ready = {fd for fd, _ in poll.poll(self._timeout_ms())}
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._link.wants_write:
                     self._link.flush()
                 if self._link.fileno() in ready or self._link.more:
                     self._read_orders()
-                while self._told:
-                    self._told.popleft()()
-                for part in self._workers.take():
-                    self._ended(part)
-                self._begin_again()
-                self._go_on_scanning()
+                while self._callbacks:
+                    self._callbacks.popleft()()
+                for part in self._batch_threads.take_expired():
+                    self._end_part(part)
+                self._retry_opening()
+                self._continue_scans()
             self._flush()
             self._tier.close()
         except EOFError:
-            log.warning("%s: the broker is gone: ending", self._name)
+            log.warning("%s: the broker has exited: ending", self._name)
         finally:
-            self._workers.close()
-            self._clerk.close()
+            self._batch_threads.close()
+            self._serial_thread.close()
             self._link.close()
 
-    def _tell(self, event: Callable[[], None]) -> None:
-        """Have the loop call `event`; called by threads."""
-        self._told.append(event)
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
+        """Have the loop call `callback`; called by threads."""
+        self._callbacks.append(callback)
         os.eventfd_write(self._wake, 1)
 
     def _flush(self) -> None:
@@ -131,11 +127,11 @@ class TierService:
         while not self._link.flush():
             poll.poll()
 
-    def _patience(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         if self._link.more:
             return 0
-        retries = any(place.error for place in self._places.values())
-        return _LOOK_MS if self._workers.waiting or retries else None
+        retries = any(namespace.error for namespace in self._namespaces.values())
+        return _POLL_MS if self._batch_threads.has_waiting or retries else None
 
     def _announce(self) -> None:
         tier, capacity = self._tier, self._capacity
@@ -156,57 +152,65 @@ class TierService:
     # ---------------------------------------------------------------- orders
 
     def _read_orders(self) -> None:
-        for _ in range(_ORDERS_A_TURN):
+        for _ in range(_ORDERS_PER_TURN):
             if (received := self._link.receive()) is not None:
                 frame, fds = received
-                self._obey(TIERING.decode(frame)[1], fds)
+                self._execute(TIERING.decode(frame)[1], fds)
             if not self._link.more:
                 return
 
-    def _obey(self, order: Message, fds: tuple[int, ...]) -> None:
+    def _execute(self, order: Message, fds: tuple[int, ...]) -> None:
         match order:
             case Put() | Get() | Lookup():
-                self._carry_out(Batch(order, self._places[order.namespace]))
+                self._accept(Batch(order, self._namespaces[order.namespace]))
             case Drop():
                 self._drop(order)
             case TierPing():
                 self._answer_ping()
             case OpenNamespace():
                 self._close(order.namespace)
-                place = self._places[order.namespace] = NamespaceMapping(order, fds, self._pool)
-                self._begin(place)
+                namespace = NamespaceMapping(order, fds, self._pool)
+                self._namespaces[order.namespace] = namespace
+                self._open(namespace)
             case NewSalt():
-                if known := self._places.get(order.namespace):
-                    known.space, known.asked, known.reset = None, order.salt, True
-                    self._refuse_early(known, Outcome.GONE)
-                    self._begin(known)
+                self._reset(order)
             case CloseNamespace():
                 self._close(order.namespace)
             case StopTier():
                 self._stop()
 
+    def _reset(self, order: NewSalt) -> None:
+        namespace = self._namespaces.get(order.namespace)
+        if namespace is not None:
+            namespace.space, namespace.requested_salt = None, order.salt
+            namespace.reset_unconfirmed = True
+            self._refuse_pending(namespace, Outcome.GONE)
+            self._open(namespace)
+
     def _stop(self) -> None:
         self._stopping = True
-        for part in self._workers.take(all_parts=True):
-            self._ended(part)
-        for place in self._places.values():
-            self._refuse_early(place, Outcome.LATE)
+        for part in self._batch_threads.take_expired(all_parts=True):
+            self._end_part(part)
+        for namespace in self._namespaces.values():
+            self._refuse_pending(namespace, Outcome.LATE)
 
-    def _close(self, namespace: bytes) -> None:
-        if (place := self._places.pop(namespace, None)) is not None:
-            place.space = None
-            self._refuse_early(place, Outcome.GONE)
+    def _close(self, namespace_id: bytes) -> None:
+        namespace = self._namespaces.pop(namespace_id, None)
+        if namespace is not None:
+            namespace.space = None
+            self._refuse_pending(namespace, Outcome.GONE)
 
-    def _carry_out(self, batch: Batch) -> None:
-        place = batch.place
+    def _accept(self, batch: Batch) -> None:
+        """Submit a batch, keep it until its space is open, or refuse it."""
+        namespace = batch.namespace
         if self._stopping:
             self._refuse(batch, Outcome.LATE)
-        elif place.error:
-            self._refuse(batch, Outcome.FAILED, place.error)
-        elif place.space is None:
-            place.early.append(batch)
+        elif namespace.error:
+            self._refuse(batch, Outcome.FAILED, namespace.error)
+        elif namespace.space is None:
+            namespace.pending_batches.append(batch)
         else:
-            self._submit(batch, place.space)
+            self._submit(batch, namespace.space)
 
     def _submit(self, batch: Batch, space: Space) -> None:
         order = batch.order
@@ -216,198 +220,222 @@ class TierService:
             return
         batch.space = space
         self._batches.add(batch)
-        self._workers.submit(batch.parts(self._tier.batch_bytes))
+        self._batch_threads.submit(batch.split(self._tier.batch_bytes))
 
-    def _refuse_early(self, place: NamespaceMapping, outcome: Outcome, error: str = "") -> None:
-        early, place.early = place.early, []
-        for batch in early:
+    def _refuse_pending(
+        self, namespace: NamespaceMapping, outcome: Outcome, error: str = ""
+    ) -> None:
+        batches, namespace.pending_batches = namespace.pending_batches, []
+        for batch in batches:
             self._refuse(batch, outcome, error)
 
     def _refuse(self, batch: Batch, outcome: Outcome, error: str = "") -> None:
-        batch.fail(outcome, error)
+        batch.set_outcome(outcome, error)
         self._progress += len(batch.order.keys)
-        self._send(batch.done())
+        self._send(batch.reply())
 
     def _answer_ping(self) -> None:
         capacity = self._capacity
+        errors = (namespace.error for namespace in self._namespaces.values() if namespace.error)
         self._send(
             TierPong(
                 progress=self._progress,
-                busy=self._workers.busy,
-                queued_bytes=self._workers.queued_bytes,
+                busy=self._batch_threads.num_running,
+                queued_bytes=self._batch_threads.queued_bytes,
                 total_bytes=capacity.total,
                 used_bytes=capacity.used,
                 chunks=capacity.chunks,
-                error=next((place.error for place in self._places.values() if place.error), ""),
+                error=next(errors, ""),
             )
         )
-        self._tidy()
+        self._refresh()
 
     # ---------------------------------------------------------------- batches end
 
-    def _ended(self, part: BatchPart) -> None:
+    def _end_part(self, part: BatchPart) -> None:
+        """Count a part that has ended; if it was the batch's last, reply."""
         batch = part.batch
         self._progress += part.end - part.begin
-        if not batch.ends():
+        if not batch.end_part():
             return
         self._batches.discard(batch)
-        self._send(batch.done())
-        for gone in self._gone_later.pop(batch, ()):
-            self._send(gone)
+        self._send(batch.reply())
+        for report in self._delayed_reports.pop(batch, ()):
+            self._send(report)
         if isinstance(batch.order, Put):
-            self._tidy()
+            self._refresh()
 
-    # ---------------------------------------------------------------- namespaces begin
+    # ---------------------------------------------------------------- spaces open
 
-    def _begin(self, place: NamespaceMapping) -> None:
-        place.retry_at = math.inf
-        asked = place.asked
-        self._clerk.ask(partial(self._start, place, asked), partial(self._begun, place, asked))
+    def _open(self, namespace: NamespaceMapping) -> None:
+        """Have the serial thread open the namespace's space."""
+        namespace.retry_at = math.inf
+        requested = namespace.requested_salt
+        self._serial_thread.submit(
+            partial(self._open_space, namespace, requested),
+            partial(self._on_opened, namespace, requested),
+        )
 
-    def _start(self, place: NamespaceMapping, asked: bytes) -> bytes:
-        """Begin a namespace in the backend; return the salt in effect. For the clerk's thread.
+    def _open_space(self, namespace: NamespaceMapping, requested: bytes) -> bytes:
+        """Open a namespace's space in the backend; return the salt in effect. In the serial thread.
 
         1. Choose the salt: the broker's, else the one noted by the backend, else the one that this
-           process used before, else a new one: no chunk is ever kept without a salt.
-        2. Note the salt, and drop the chunks kept under the one before.
-        3. Have the backend begin the space.
+           process used before, else a new one: no chunk is ever stored without a salt.
+        2. Note the salt, and drop the chunks stored under the previous one.
+        3. Have the backend open the space.
         """
-        tier, namespace = self._tier, place.order.namespace
-        known = self._salts.get(namespace, b"")
-        salt = asked or tier.salt(namespace) or known or secrets.token_bytes(SALT_BYTES)
-        before = tier.note_salt(namespace, salt, reset=place.reset) or known
-        self._salts[namespace] = salt
-        if before not in {b"", salt}:
-            tier.drop_space(place.space_of(before))
-        tier.open_space(place.space_of(salt))
+        tier, id_ = self._tier, namespace.order.namespace
+        used = self._salts.get(id_, b"")
+        salt = requested or tier.salt(id_) or used or secrets.token_bytes(SALT_BYTES)
+        previous = tier.note_salt(id_, salt, reset=namespace.reset_unconfirmed) or used
+        self._salts[id_] = salt
+        if previous not in {b"", salt}:
+            tier.drop_space(namespace.space_of(previous))
+        tier.open_space(namespace.space_of(salt))
         return salt
 
-    def _begun(self, place: NamespaceMapping, asked: bytes, salt: bytes | TierError) -> None:
-        namespace = place.order.namespace
-        if place.asked != asked or self._places.get(namespace) is not place:
+    def _on_opened(
+        self, namespace: NamespaceMapping, requested: bytes, salt: bytes | TierError
+    ) -> None:
+        """Report the space, start its scan, and submit the batches that waited for it.
+
+        After an error: refuse the batches, and retry later.
+        """
+        id_ = namespace.order.namespace
+        if namespace.requested_salt != requested or self._namespaces.get(id_) is not namespace:
             return  # the namespace was reset again, or closed
         if isinstance(salt, TierError):
-            if not place.error:
+            if not namespace.error:
                 log.error(
-                    "%s: namespace %s cannot begin: %s; it is tried again each second",
-                    *(self._name, namespace.hex()[:8], salt),
+                    "%s: namespace %s cannot be opened: %s; retrying each second",
+                    *(self._name, id_.hex()[:8], salt),
                 )
-            place.error = str(salt)
-            place.retry_at = time.monotonic() + _AGAIN_SECONDS
-            self._refuse_early(place, Outcome.FAILED, place.error)
+            namespace.error = str(salt)
+            namespace.retry_at = time.monotonic() + _RETRY_SECONDS
+            self._refuse_pending(namespace, Outcome.FAILED, namespace.error)
             return
-        place.error = ""
-        place.salt, place.space = salt, place.space_of(salt)
-        self._tidy()  # dropping chunks has freed capacity
-        self._send(NamespaceOpened(namespace=namespace, salt=salt))
-        self._scans.append((place, place.space, self._pieces(place.space)))
-        early, place.early = place.early, []
-        for batch in early:
-            self._submit(batch, place.space)
+        namespace.error = ""
+        namespace.salt, namespace.space = salt, namespace.space_of(salt)
+        self._refresh()  # dropping chunks has freed capacity
+        self._send(NamespaceOpened(namespace=id_, salt=salt))
+        self._scans.append((namespace, namespace.space, self._scan(namespace.space)))
+        batches, namespace.pending_batches = namespace.pending_batches, []
+        for batch in batches:
+            self._submit(batch, namespace.space)
 
-    def _begin_again(self) -> None:
-        """Retry namespaces that could not begin."""
+    def _retry_opening(self) -> None:
         now = time.monotonic()
-        for place in self._places.values():
-            if place.retry_at <= now:
-                self._begin(place)
+        for namespace in self._namespaces.values():
+            if namespace.retry_at <= now:
+                self._open(namespace)
 
     # ---------------------------------------------------------------- scans
 
-    def _pieces(self, space: Space) -> Iterator[_Rows]:
-        yield from self._tier.scan(space)  # runs in the clerk's thread
+    def _scan(self, space: Space) -> Iterator[_ChunkRows]:
+        yield from self._tier.scan(space)  # runs in the serial thread
 
-    def _go_on_scanning(self) -> None:
-        """Request the next piece of each scan, unless the broker is behind in reading."""
+    def _continue_scans(self) -> None:
+        """Request the next rows of each scan, unless the broker is behind in reading."""
         while self._scans and not self._link.wants_write:
             scan = self._scans.popleft()
-            self._clerk.ask(partial(next, scan[2], None), partial(self._found, scan))
+            self._serial_thread.submit(partial(next, scan[2], None), partial(self._on_rows, scan))
 
-    def _found(self, scan: _Scan, found: _Rows | TierError | None) -> None:
-        place, space, _ = scan
-        if place.space is not space:  # the namespace was reset or closed
+    def _on_rows(self, scan: _Scan, result: _ChunkRows | TierError | None) -> None:
+        """Report rows of a scan; None and an error end it."""
+        namespace, space, _ = scan
+        if namespace.space is not space:  # the namespace was reset or closed
             return
-        if isinstance(found, TierError):
-            log.warning("a scan of %s ends early: %s", space.id.hex()[:8], found)
-        rows = found if isinstance(found, list) else []
-        for at in range(0, max(1, len(rows)), PER_MESSAGE):
-            some = rows[at : at + PER_MESSAGE]
+        if isinstance(result, TierError):
+            log.warning("a scan of %s ends early: %s", space.id.hex()[:8], result)
+        rows = result if isinstance(result, list) else []
+        for begin in range(0, max(1, len(rows)), KEYS_PER_MESSAGE):
+            some = rows[begin : begin + KEYS_PER_MESSAGE]
             first, count, groups = (
                 IntArray.of([coverage[i] for _, coverage in some], "u2") for i in range(3)
             )
             self._send(
                 ScanResult(
-                    namespace=place.order.namespace,
-                    salt=place.salt,
+                    namespace=namespace.order.namespace,
+                    salt=namespace.salt,
                     keys=tuple(key for key, _ in some),
                     first=first,
                     count=count,
                     groups=groups,
-                    last=found is not rows,
+                    last=result is not rows,
                 )
             )
-        if found is rows:
+        if result is rows:
             self._scans.append(scan)
 
-    # ---------------------------------------------------------------- chunks go
+    # ---------------------------------------------------------------- chunks are dropped
 
     def _drop(self, order: Drop) -> None:
-        place = self._places.get(order.namespace)
-        if place is None or place.space is None:  # closed, or being reset, which drops all
+        namespace = self._namespaces.get(order.namespace)
+        if namespace is None or namespace.space is None:  # closed, or a reset drops all
             return
-        keys = Counter((place.space.id, key) for key in order.keys)
+        space = namespace.space
+        keys = Counter((space.id, key) for key in order.keys)
         self._dropping += keys
-        self._clerk.ask(
-            partial(self._tier.remove, place.space, order.keys), partial(self._dropped, keys)
+        self._serial_thread.submit(
+            partial(self._tier.remove, space, order.keys), partial(self._on_removed, keys)
         )
 
-    def _dropped(self, keys: Counter[tuple[bytes, bytes]], result: TierError | None) -> None:
+    def _on_removed(self, keys: Counter[tuple[bytes, bytes]], result: TierError | None) -> None:
         self._dropping -= keys
         if result is not None:
-            log.warning("%d chunks that should go stay: %s", len(keys), result)
+            log.warning("%d chunks cannot be removed: %s", len(keys), result)
 
-    def _tidy(self) -> None:
-        """Ask the backend for dropped chunks and capacity; ask again if a request is pending.
+    def _refresh(self) -> None:
+        """Request the keys that the backend has dropped, and its capacity.
 
-        Else chunks dropped by the last of several puts would be reported only at the next ping.
+        If a request is pending, repeat it afterwards: else chunks that the last of several puts
+        evicted would be reported at the next ping only.
         """
-        self._tidy_again = self._tidying
-        if not self._tidying:
-            self._tidying = True
-            self._clerk.ask(self._tier.take_dropped, self._gone)
-            self._clerk.ask(self._tier.capacity, self._tidied)
+        self._refresh_again = self._refreshing
+        if not self._refreshing:
+            self._refreshing = True
+            self._serial_thread.submit(self._tier.take_dropped, self._on_dropped)
+            self._serial_thread.submit(self._tier.capacity, self._on_capacity)
 
-    def _tidied(self, capacity: Capacity | TierError) -> None:
+    def _on_capacity(self, capacity: Capacity | TierError) -> None:
         if isinstance(capacity, Capacity):
             self._capacity = capacity
-        self._tidying = False
-        if self._tidy_again:
-            self._tidy()
+        self._refreshing = False
+        if self._refresh_again:
+            self._refresh()
 
-    def _gone(self, gone: list[tuple[bytes, list[bytes]]] | TierError) -> None:
-        """Report keys that the backend dropped; again after a put of the same key has ended."""
-        names = {place.space.id: name for name, place in self._places.items() if place.space}
-        for space, keys in gone if isinstance(gone, list) else ():
-            for at in range(0, len(keys) if space in names else 0, PER_MESSAGE):
-                self._report_gone(names[space], keys[at : at + PER_MESSAGE])
+    def _on_dropped(self, dropped: list[tuple[bytes, list[bytes]]] | TierError) -> None:
+        """Report the keys that the backend has dropped by itself."""
+        names = {
+            namespace.space.id: id_
+            for id_, namespace in self._namespaces.items()
+            if namespace.space
+        }
+        for space_id, keys in dropped if isinstance(dropped, list) else ():
+            for begin in range(0, len(keys) if space_id in names else 0, KEYS_PER_MESSAGE):
+                self._report_gone(names[space_id], keys[begin : begin + KEYS_PER_MESSAGE])
 
-    def _report_gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+    def _report_gone(self, namespace_id: bytes, keys: Sequence[bytes]) -> None:
+        """Report keys as gone; those of a running put once more after its reply.
+
+        Otherwise that reply, which comes after the first report, would list them as stored.
+        """
         for batch in self._batches:
             order = batch.order
-            if isinstance(order, Put) and batch.began and order.namespace == namespace:
-                both = tuple(set(keys).intersection(order.keys))
-                if both:
-                    later = RemovedChunks(namespace=namespace, keys=both)
-                    self._gone_later.setdefault(batch, []).append(later)
-        self._send(RemovedChunks(namespace=namespace, keys=tuple(keys)))
+            if isinstance(order, Put) and batch.started_ns and order.namespace == namespace_id:
+                common = tuple(set(keys).intersection(order.keys))
+                if common:
+                    report = RemovedChunks(namespace=namespace_id, keys=common)
+                    self._delayed_reports.setdefault(batch, []).append(report)
+        self._send(RemovedChunks(namespace=namespace_id, keys=tuple(keys)))
 
 
 def run(link_fd: int) -> int:
     """Serve until the broker stops the process; return the exit status."""
-    return serve_broker(link_fd, TIERING, _open, lambda error: TierFailed(error=error))
+    return serve_broker(link_fd, TIERING, _open_tier, lambda error: TierFailed(error=error))
 
 
-def _open(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
+def _open_tier(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
     """Map the pool and open the medium; return the service.
 
     Raises:
@@ -422,9 +450,9 @@ def _open(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
     setting = parse_tier(begin.setting)
     pool = map_pool(pool_fd, begin.pool_bytes)
     os.close(pool_fd)
-    implementation = backend_class(setting)
+    backend = backend_class(setting)
     options = backend_options(setting)
-    implementation.check(options)
-    tier = implementation.open(options, pool)
+    backend.check(options)
+    tier = backend.open(options, pool)
     log.info("%s: %s; %s", name, setting.text, tier.described)
     return TierService(link, tier, pool, name)

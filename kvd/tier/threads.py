@@ -1,15 +1,15 @@
 """The threads that call the backend, which may block.
 
-Workers execute parts of batches: check the slots, seal or verify, call the backend, check again. A
-put needs no pin: if a slot holds the chunk before its bytes are read and after their check word is
-computed, the word is the chunk's. If the bytes change later, they no longer match the word, and a
-get is a miss instead of wrong bytes.
+`BatchThreads` execute parts of batches: check the slots, seal or verify, call the backend, check
+the slots again. A put needs no pin: if a slot holds the chunk before its bytes are read and after
+their checksum is computed, the checksum is the chunk's. If the bytes change later, they no longer
+match, and a get is a miss instead of wrong bytes.
 
-Gets and asks come before puts, and one thread is never used for puts, since engines wait for gets
-but not for puts. Put threads have low priority: they yield the processor to lanes, broker, engines.
+Gets and asks come before puts, and one thread never executes puts, since engines wait for gets but
+not for puts. Put threads have low priority: they yield the processor to lanes, broker and engines.
 
-The clerk is one more thread, for all other calls, in order: a chunk found by a scan must be
-reported before it is reported as gone.
+`SerialThread` makes all other calls, in order: a chunk found by a scan must be reported before it
+is reported as gone.
 """
 
 import logging
@@ -31,22 +31,22 @@ from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.directory import SlotState
 
 log = logging.getLogger("kvd.tier")
-_SAY_AGAIN = 10.0  # seconds after which the same error is logged again
+_REPEAT_SECONDS = 10.0  # after which the same warning is logged again
 T = TypeVar("T")
 
 
 class BatchThreads:
-    """The threads that run parts on a backend. Only the loop's thread calls the methods.
+    """The threads that execute parts of batches. Only the loop's thread calls the methods.
 
     Args:
-        tier: the backend; at least two threads run at a time, or puts would have none.
+        tier: the backend. At least two parts run at a time, or puts would have no thread.
         name: of the tier, for the log.
-        ended: called by a thread for each part that has ended.
+        on_end: called by a thread for each part that has ended.
     """
 
-    def __init__(self, tier: TierBackend, name: str, ended: Callable[[BatchPart], None]) -> None:
-        self._transfers = BatchExecutor(tier, name)
-        self._ended = ended
+    def __init__(self, tier: TierBackend, name: str, on_end: Callable[[BatchPart], None]) -> None:
+        self._executor = BatchExecutor(tier, name)
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._get_ready = threading.Condition(self._lock)
         self._put_ready = threading.Condition(self._lock)
@@ -54,20 +54,20 @@ class BatchThreads:
         self._puts: deque[BatchPart] = deque()
         self._running: set[BatchPart] = set()
         self._closed = False
-        self._most = threads = max(2, tier.threads)
+        self._max_running = threads = max(2, tier.threads)
         for number in range(threads):
-            threading.Thread(target=self._get, name=f"tier-get-{number}", daemon=True).start()
+            threading.Thread(target=self._run_gets, name=f"tier-get-{number}", daemon=True).start()
         for number in range(threads - 1):
-            threading.Thread(target=self._put, name=f"tier-put-{number}", daemon=True).start()
+            threading.Thread(target=self._run_puts, name=f"tier-put-{number}", daemon=True).start()
 
     @property
-    def busy(self) -> int:
-        """Number of parts that threads run now."""
+    def num_running(self) -> int:
+        """Number of parts that threads execute now."""
         return len(self._running)
 
     @property
-    def waiting(self) -> bool:
-        """Whether a part waits."""
+    def has_waiting(self) -> bool:
+        """Whether a part waits for a thread."""
         return bool(self._gets or self._puts)
 
     @property
@@ -87,22 +87,22 @@ class BatchThreads:
                     self._gets.append(part)
                     self._get_ready.notify()
 
-    def take(self, *, all_parts: bool = False) -> list[BatchPart]:
+    def take_expired(self, *, all_parts: bool = False) -> list[BatchPart]:
         """Remove waiting parts that are late or whose slots were reused, or all; return them.
 
         Their outcomes are set. So no part waits beyond its deadline, even if all threads hang.
         """
         now = math.inf if all_parts else time.monotonic()
-        taken: list[BatchPart] = []
+        expired: list[BatchPart] = []
         with self._lock:
             for queue in (self._gets, self._puts):
                 parts = list(queue)
                 queue.clear()
                 for part in parts:
-                    (taken if _useless(part, now) else queue).append(part)
-            if taken:
+                    (expired if _expire(part, now) else queue).append(part)
+            if expired:
                 self._put_ready.notify()  # a get ahead of a put may have been removed
-        return taken
+        return expired
 
     def close(self) -> None:
         """Have the threads exit once their queues are empty."""
@@ -111,73 +111,70 @@ class BatchThreads:
             self._get_ready.notify_all()
             self._put_ready.notify_all()
 
-    def _get(self) -> None:
-        self._work(self._gets, self._get_ready)
+    def _run_gets(self) -> None:
+        self._run(self._gets, self._get_ready)
 
-    def _put(self) -> None:
+    def _run_puts(self) -> None:
         lower_priority()
-        self._work(self._puts, self._put_ready)
+        self._run(self._puts, self._put_ready)
 
-    def _work(self, queue: deque[BatchPart], ready: threading.Condition) -> None:
+    def _run(self, queue: deque[BatchPart], ready: threading.Condition) -> None:
         while True:
             with self._lock:
-                while not queue or len(self._running) >= self._most:
+                while not queue or len(self._running) >= self._max_running:
                     if self._closed and not queue:
                         return
                     ready.wait()
                 part = queue.popleft()
                 self._running.add(part)
-            part.batch.begins()
-            self._transfers.run(part)
+            part.batch.start_part()
+            self._executor.execute(part)
             with self._lock:
                 self._running.discard(part)
                 (self._get_ready if self._gets else self._put_ready).notify()
-            self._ended(part)
+            self._on_end(part)
 
 
-def _useless(part: BatchPart, now: float) -> bool:
+def _expire(part: BatchPart, now: float) -> bool:
+    """Set a part's outcome if it need not be executed any more; return whether that is so."""
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
-    elif batch.stale or (not isinstance(batch.order, Lookup) and not _holds_any(part)):
+    elif batch.is_stale or (not isinstance(batch.order, Lookup) and not _holds_any(part)):
         outcome = Outcome.GONE
     else:
         return False
-    batch.fail(outcome, "", part.begin, part.end)
+    batch.set_outcome(outcome, "", part.begin, part.end)
     return True
 
 
 def _holds_any(part: BatchPart) -> bool:
+    """Return whether a slot of the part still holds its chunk."""
     batch = part.batch
     state = SlotState.READY if isinstance(batch.order, Put) else SlotState.WRITING
     return any(
-        batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
+        batch.namespace.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
         for i in range(part.begin, part.end)
     )
 
 
 class BatchExecutor:
-    """Executes parts on a backend. May be used by several threads at a time.
-
-    Args:
-        tier: the backend.
-        name: of the tier, for the log.
-    """
+    """Executes parts on a backend. Several threads may use it at a time."""
 
     def __init__(self, tier: TierBackend, name: str) -> None:
         self._tier = tier
         self._name = name
         self._lock = threading.Lock()
-        self._said: tuple[str, float] = ("", 0.0)
+        self._last_warning: tuple[str, float] = ("", 0.0)  # and when it may be logged again
 
-    def run(self, part: BatchPart) -> None:
+    def execute(self, part: BatchPart) -> None:
         """Execute a part, and set the outcome of each of its chunks. Raises nothing."""
         batch = part.batch
         try:
             if time.monotonic() > batch.deadline:
-                batch.fail(Outcome.LATE, "", part.begin, part.end)
-            elif batch.space is None or batch.stale:
-                batch.fail(Outcome.GONE, "", part.begin, part.end)
+                batch.set_outcome(Outcome.LATE, "", part.begin, part.end)
+            elif batch.space is None or batch.is_stale:
+                batch.set_outcome(Outcome.GONE, "", part.begin, part.end)
             elif isinstance(batch.order, Put):
                 self._put(part, batch.space)
             elif isinstance(batch.order, Get):
@@ -185,61 +182,73 @@ class BatchExecutor:
             else:
                 self._ask(part, batch.space)
         except TierError as error:
-            batch.fail(Outcome.FAILED, str(error), part.begin, part.end)
-            self._say(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
+            batch.set_outcome(Outcome.FAILED, str(error), part.begin, part.end)
+            self._warn(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
         except Exception as error:
-            batch.fail(Outcome.FAILED, safe_repr(error), part.begin, part.end)
+            batch.set_outcome(Outcome.FAILED, safe_repr(error), part.begin, part.end)
             log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
 
     def _put(self, part: BatchPart, space: Space) -> None:
-        batch, place = part.batch, part.batch.place
-        chunks, numbers = [], []
+        """Put a part's chunks.
+
+        1. Read, checksum and seal each chunk whose slot holds it before and afterwards.
+        2. Have the backend put them.
+        3. Remove chunks whose slots were reused: the bytes written may be of the next chunk.
+        """
+        batch, namespace = part.batch, part.batch.namespace
+        chunks, indices = [], []
         for i in range(part.begin, part.end):
             slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
             batch.outcomes[i] = Outcome.GONE
-            if not place.holds(slot, generation, SlotState.READY, key):
+            if not namespace.holds(slot, generation, SlotState.READY, key):
                 continue
-            shares = place.shares(slot)
-            description = place.description(slot, generation)
+            shares = namespace.shares(slot)
+            description = namespace.description(slot, generation)
             checksum = checksum_of(shares)
-            if not place.holds(slot, generation, SlotState.READY, key):
+            if not namespace.holds(slot, generation, SlotState.READY, key):
                 continue
             coverage = batch.coverages[i]
             head = seal(space, key, coverage, checksum, description)
             chunks.append(Chunk(space, key, shares, head, coverage, checksum))
-            numbers.append(i)
+            indices.append(i)
         outcomes = self._tier.put(chunks, batch.deadline) if chunks else []
-        moved_on = []
-        for i, outcome in zip(numbers, outcomes, strict=True):
+        reused_keys = []
+        for i, outcome in zip(indices, outcomes, strict=True):
             batch.outcomes[i] = outcome
-            if outcome is Outcome.OK and not self._is_still(batch, i, SlotState.READY):
+            if outcome is Outcome.OK and not self._still_holds(batch, i, SlotState.READY):
                 batch.outcomes[i] = Outcome.GONE
-                moved_on.append(batch.order.keys[i])
-        if moved_on:  # the bytes written may be those of the slot's next chunk
-            self._remove(space, moved_on)
+                reused_keys.append(batch.order.keys[i])
+        if reused_keys:
+            self._remove(space, reused_keys)
 
     def _get(self, part: BatchPart, space: Space) -> None:
-        batch, place = part.batch, part.batch.place
-        chunks, numbers = [], []
+        """Have the backend fill the slots that still await their chunks, then verify each chunk."""
+        batch, namespace = part.batch, part.batch.namespace
+        chunks, indices = [], []
         for i in range(part.begin, part.end):
             slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
             batch.outcomes[i] = Outcome.GONE
-            if place.holds(slot, generation, SlotState.WRITING, key):
-                chunks.append(Chunk(space, key, place.shares(slot)))
-                numbers.append(i)
+            if namespace.holds(slot, generation, SlotState.WRITING, key):
+                chunks.append(Chunk(space, key, namespace.shares(slot)))
+                indices.append(i)
         outcomes = self._tier.get(chunks, batch.deadline) if chunks else []
-        for i, chunk, outcome in zip(numbers, chunks, outcomes, strict=True):
+        for i, chunk, outcome in zip(indices, chunks, outcomes, strict=True):
             batch.outcomes[i] = outcome
             if outcome is Outcome.OK:
                 batch.outcomes[i] = self._verify(batch, i, chunk)
 
     def _verify(self, batch: Batch, i: int, chunk: Chunk) -> Outcome:
+        """Verify the seal of a chunk; return its outcome.
+
+        OK: its bytes are in the slot. ABSENT: the record is of another chunk, and is dropped.
+        CORRUPT: the record is damaged, and is dropped. GONE: the slot was reused meanwhile.
+        """
         try:
             sealed = unseal(chunk.head, chunk.space, chunk.key)
             if checksum_of(chunk.shares) != sealed.checksum:
-                raise Damaged("the check word does not fit the bytes")
+                raise Damaged("the bytes do not match their checksum")
         except OtherChunk as error:
-            self._say(f"{self._name}: a record is dropped: {error}")
+            self._warn(f"{self._name}: a record is dropped: {error}")
             self._remove(chunk.space, [chunk.key])
             return Outcome.ABSENT
         except Damaged as error:
@@ -248,7 +257,7 @@ class BatchExecutor:
             batch.error = text
             self._remove(chunk.space, [chunk.key])
             return Outcome.CORRUPT
-        if not self._is_still(batch, i, SlotState.WRITING):
+        if not self._still_holds(batch, i, SlotState.WRITING):
             return Outcome.GONE
         batch.coverages[i] = sealed.coverage
         batch.descriptions[i] = sealed.description
@@ -257,54 +266,54 @@ class BatchExecutor:
     def _ask(self, part: BatchPart, space: Space) -> None:
         batch = part.batch
         keys = batch.order.keys[part.begin : part.end]
-        found = self._tier.contains(space, keys, batch.deadline) if keys else []
-        for i, there in zip(range(part.begin, part.end), found, strict=True):
-            batch.outcomes[i] = Outcome.OK if there else Outcome.ABSENT
+        flags = self._tier.contains(space, keys, batch.deadline) if keys else []
+        for i, is_stored in zip(range(part.begin, part.end), flags, strict=True):
+            batch.outcomes[i] = Outcome.OK if is_stored else Outcome.ABSENT
 
     def _remove(self, space: Space, keys: Sequence[bytes]) -> None:
         try:
             self._tier.remove(space, keys)
-        except TierError as error:  # harmless: a get verifies the check word again
-            self._say(f"{self._name}: a record that should go stays: {error}")
+        except TierError as error:  # harmless: a get verifies the checksum again
+            self._warn(f"{self._name}: a record cannot be removed: {error}")
 
     @staticmethod
-    def _is_still(batch: Batch, i: int, state: SlotState) -> bool:
-        holds = batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
-        return holds and not batch.stale
+    def _still_holds(batch: Batch, i: int, state: SlotState) -> bool:
+        slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
+        return batch.namespace.holds(slot, generation, state, key) and not batch.is_stale
 
-    def _say(self, text: str) -> None:
-        """Log a warning; if it repeats the last one, only every `_SAY_AGAIN` seconds."""
+    def _warn(self, text: str) -> None:
+        """Log a warning; if it repeats the last one, only every `_REPEAT_SECONDS`."""
         now = time.monotonic()
         with self._lock:
-            if self._said[0] == text and now < self._said[1]:
+            last_text, repeat_at = self._last_warning
+            if last_text == text and now < repeat_at:
                 return
-            self._said = text, now + _SAY_AGAIN
+            self._last_warning = text, now + _REPEAT_SECONDS
         log.warning("%s", text)
 
 
 class SerialThread:
     """One thread for calls of the backend that must not overtake each other.
 
-    Args:
-        tell: called by the thread with a callback for the loop.
+    It passes each callback for the loop to `call_in_loop`.
     """
 
-    def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
-        self._tell = tell
+    def __init__(self, call_in_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._call_in_loop = call_in_loop
         self._tasks: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._work, name="tier-clerk", daemon=True).start()
+        threading.Thread(target=self._run, name="tier-serial", daemon=True).start()
 
-    def ask(self, call: Callable[[], T], then: Callable[[T | TierError], None]) -> None:
-        """Have the thread run `call`, and then the loop `then` with the result or the error."""
+    def submit(self, call: Callable[[], T], on_result: Callable[[T | TierError], None]) -> None:
+        """Have the thread run `call`, then the loop run `on_result` with the result or error."""
 
         def task() -> Callable[[], None]:
             try:
-                return partial(then, call())
+                return partial(on_result, call())
             except TierError as error:
-                return partial(then, error)
+                return partial(on_result, error)
             except Exception as error:
                 log.exception("a bug in the tier's backend")
-                return partial(then, TierError(safe_repr(error)))
+                return partial(on_result, TierError(safe_repr(error)))
 
         self._tasks.put(task)
 
@@ -312,6 +321,6 @@ class SerialThread:
         """Have the thread exit once its tasks are done."""
         self._tasks.put(None)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._tell(task())
+            self._call_in_loop(task())

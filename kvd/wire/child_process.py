@@ -1,4 +1,4 @@
-"""The main function of a process that the broker has started: first order, open, serve.
+"""The main function of lane and tier processes: wait for the first order, open, serve.
 
 The broker may start a process before the pool exists, so that its imports are done by then.
 """
@@ -55,18 +55,18 @@ def serve_broker(
         text = str(error)
         if not isinstance(error, KvdError | OSError):
             text = safe_repr(error)
-            log.exception("it does not start: a bug")
+            log.exception("this process does not start: a bug in kvd")
         try:
             link.send(codec.encode(failure(text[:_TEXT_LIMIT])))
         except (EOFError, ChannelFull):
-            log.error("it does not start: %s", text)  # noqa: TRY400  # no bug: no traceback
+            log.error("this process does not start: %s", text)  # noqa: TRY400  # no bug: no traceback
         return 1
     try:
         service.run()
     except DescriptorsLost as error:
-        log.error("it ends: %s; %s", error, open_files_remedy())  # noqa: TRY400  # no bug
+        log.error("this process ends: %s; %s", error, open_files_remedy())  # noqa: TRY400  # no bug
         return 1
     except (KvdError, ProtoError):
-        log.exception("it ends")
+        log.exception("this process ends")
         return 1
     return 0

@@ -1,8 +1,8 @@
 """Messages between the broker and its lanes.
 
-They travel over a pair of Unix stream sockets that the broker makes before it starts the lane, in
-the wire's own frame format with tags of their own, descriptors attached where a docstring names
-them. The link's end of file tells each side that the other process is gone.
+They travel over a pair of Unix stream sockets that the broker creates before it starts the lane, in
+the frame format of the protocol, with separate tags. Docstrings name attached descriptors. End of
+file tells each side that the other process has exited.
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from kvd_proto.messages import Count, Handle, Message, Name, Text
 
 
 def lane_socket(device: str, incarnation: int, boot_id: bytes) -> str:
-    """Return the name of a lane's socket: another one for each lane, of each daemon.
+    """Return the name of a lane's socket, unique for each lane of each daemon.
 
-    Names are short: a socket's path has 108 bytes at most, and the directory needs most of them.
+    Names are short because a socket's path has at most 108 bytes, directory included.
     """
     return f"lane-{device.partition(':')[0]}-{incarnation}-{boot_id[:2].hex()}.sock"
 
 
 class BeginLane(Message, frozen=True):
-    """Broker → lane, first: what it is to serve. Carries the pool's file, then the pin lock.
+    """Broker → lane, first message: what to serve. Carries the pool's file, then the pin lock.
 
     The pin lock is a memory file of the broker's. A lane holds its record lock (fcntl(2), F_SETLK)
     while it pins or unpins a piece of the pool: one lane of this daemon at a time. The kernel
     releases the lock when the lane's process ends.
 
-    endpoint: where workers will send it jobs.
-    log_level, log_style: of the settings by now; its process may be older.
+    endpoint: where workers will send jobs.
+    log_level, log_style: current settings; the process may have been started with older ones.
     """
 
     device: Name
@@ -45,9 +45,9 @@ class BeginLane(Message, frozen=True):
 
 
 class LaneReady(Message, frozen=True):
-    """Lane → broker, first: it serves. Carries the read end of its lifeline.
+    """Lane → broker, first message: it serves. Carries the read end of its lifeline.
 
-    pins: it can use the pool only where it has pinned it, and pins the arenas of bound workers.
+    pins: the lane can use only pinned parts of the pool; it pins the arenas of bound workers.
     usable_bytes: see PoolUsable.
     """
 
@@ -59,13 +59,13 @@ class LaneReady(Message, frozen=True):
 
 
 class PoolUsable(Message, frozen=True):
-    """Lane → broker: how much of the pool it can copy now; sent whenever one of these has changed.
+    """Lane → broker: how much of the pool it can copy now; sent after each change of a field.
 
     usable_bytes: the longest prefix of the pool, in the order of `FillOrder`, in which every
         byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
         BindWorker may reduce it.
     bindings: BindWorker orders that this lane had received when it measured `usable_bytes`.
-    error: why it will never be more; empty while there is hope.
+    error: why `usable_bytes` will not grow any more; empty otherwise.
     """
 
     usable_bytes: Count
@@ -80,7 +80,7 @@ class LaneLog(Message, frozen=True):
 
 
 class LaneFailed(Message, frozen=True):
-    """Lane → broker: why this process ends. Instead of LaneReady: the device cannot be served."""
+    """Lane → broker: why this process ends; instead of LaneReady: why it cannot serve."""
 
     error: Text
 
@@ -88,13 +88,13 @@ class LaneFailed(Message, frozen=True):
 class ImportWorker(Message, frozen=True):
     """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
 
-    The attached descriptors are those that came with Register, in its numbering:
-    number 0 is the control page, `handles[i].fd_index` is the memory of storage i. None: the worker
-    has no control page.
+    The descriptors are those of Register, with the same numbers: 0 is the control page,
+    `handles[i].fd_index` the memory of storage i. Without descriptors the worker has no control
+    page.
 
-    token: by which Join names this worker.
+    token: names this worker in Join.
     uid: the user of the worker's process.
-    attempt: comes back with the answer.
+    attempt: returned in Imported.
     """
 
     session: Count
@@ -110,18 +110,18 @@ class ImportWorker(Message, frozen=True):
 
 
 class Importing(Message, frozen=True):
-    """Lane → broker: the next call of the driver maps this session's memory; Imported follows.
+    """Lane → broker: the next driver call maps this session's memory; Imported follows.
 
-    The end of a lane between the two is blamed on this session's memory.
+    If the lane ends between the two, this session's memory is taken for the cause.
     """
 
     session: Count
 
 
 class Imported(Message, frozen=True):
-    """Lane → broker: the answer to ImportWorker; `error` is empty where it worked.
+    """Lane → broker: the reply to ImportWorker; `error` is empty on success.
 
-    out_of_files: the lane's limit of open files is why, so a later registration may work.
+    out_of_files: the cause is the limit of open files, so a later registration may succeed.
     """
 
     session: Count
@@ -131,7 +131,7 @@ class Imported(Message, frozen=True):
 
 
 class BindWorker(Message, frozen=True):
-    """Broker → lane: this worker's chunks live here. Carries the directory, read-only.
+    """Broker → lane: where this worker's chunks lie. Carries the directory, read-only.
 
     Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes), with the
     slot bytes of the worker's layout.
@@ -147,7 +147,7 @@ class BindWorker(Message, frozen=True):
 
 
 class UnbindWorker(Message, frozen=True):
-    """Broker → lane: the engine is incomplete; end this worker's jobs, keep its memory mapped."""
+    """Broker → lane: the engine is incomplete; end the worker's jobs, keep its memory mapped."""
 
     session: Count
 
@@ -159,13 +159,13 @@ class ReleaseWorker(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """Lane → broker: nothing touches this worker's memory any more."""
+    """Lane → broker: the reply to ReleaseWorker; the worker's memory is no longer used."""
 
     session: Count
 
 
 class Revoke(Message, frozen=True):
-    """Broker → lane: start no more writes into these slots; answer when none is in flight."""
+    """Broker → lane: start no more writes to these slots; reply when none is in flight."""
 
     namespace: bytes
     slots: IntArray
@@ -173,13 +173,13 @@ class Revoke(Message, frozen=True):
 
 
 class Revoked(Revoke, frozen=True):
-    """Lane → broker: no write into these slots is in flight."""
+    """Lane → broker: no write to these slots is in flight."""
 
 
 class ShareDone(Message, frozen=True):
-    """Lane → broker: this rank's share of these chunks is in the pool (or will never be).
+    """Lane → broker: this rank's share of these chunks is in the pool, or failed if not `ok`.
 
-    first, count: the blocks of each chunk that were written; groups: of which group they are.
+    first, count: the blocks of each chunk that were written. groups: the group of each chunk.
     """
 
     session: Count
@@ -194,15 +194,15 @@ class ShareDone(Message, frozen=True):
 
 
 class LanePing(Message, frozen=True):
-    """Broker → lane: answer from the loop that moves bytes."""
+    """Broker → lane: liveness probe; the loop that starts copies answers."""
 
 
 class LanePong(Message, frozen=True):
-    """Lane → broker: alive, with what it holds and has done.
+    """Lane → broker: the reply to LanePing, with the lane's state.
 
-    counters: what it has done since its start, by name.
-    oldest_job_ns: how long ago the oldest job that has not started was accepted.
-    pinned_bytes: of the pool, pinned by this lane now.
+    counters: counts since the lane's start, by name.
+    oldest_job_ns: age of the oldest job that has not started.
+    pinned_bytes: bytes of the pool that this lane has pinned now.
     """
 
     queued_jobs: Count = 0
@@ -214,9 +214,9 @@ class LanePong(Message, frozen=True):
 
 
 class StopLane(Message, frozen=True):
-    """Broker → lane: refuse new jobs, finish what is queued, unpin the pool piece by piece, exit 0.
+    """Broker → lane: refuse new jobs, finish queued ones, unpin the pool piece by piece, exit 0.
 
-    The lane answers orders and pings until then.
+    The lane still answers orders and pings until it exits.
     """
 
 

@@ -1,4 +1,10 @@
-"""Listening sockets: a Unix one, which can refuse where no descriptor is left, and TCP."""
+"""Listening sockets, and the closing of descriptors that clients sent.
+
+close(2) of a file calls its file system: FUSE asks its server, a TCP socket may linger. The server
+may answer late or never, and SIGKILL does not end the wait. So memory files and devices are closed
+at once, all other descriptors in threads that nothing waits for. The sender of such a file can
+delay the exit of this process.
+"""
 
 import contextlib
 import ctypes
@@ -23,9 +29,9 @@ from kvd_proto.channel import close_all
 
 BACKLOG, TCP_BACKLOG = 1024, 128
 MAX_STUCK = 4
-"""Threads that a user's file systems may hold before its connections are refused."""
+"""Threads in which closes of a user's files may hang before its connections are refused."""
 STUCK_SECONDS = 1.0
-"""How long a thread may take before it counts as held."""
+"""Duration of a close from which on it counts as hanging."""
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000  # linux/fcntl.h, linux/stat.h
 _STATX_BYTES = 256
 _MODE = struct.Struct("28xH")  # struct statx: stx_mode
@@ -35,17 +41,17 @@ log = logging.getLogger("kvd.wire")
 
 
 class NoDescriptor(OSError):
-    """A connection waits, and this process may open no more files."""
+    """A connection waits, but this process can open no more files."""
 
 
 class Listener:
-    """A listening socket, not blocking; its group may connect.
+    """A non-blocking Unix socket that listens; its group may connect.
 
     Args:
-        path: where to listen; nothing may be there.
+        path: of the socket; must not exist.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the socket cannot be bound.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +60,7 @@ class Listener:
             self.socket.bind(str(path))
             path.chmod(0o660)
             self.socket.listen(BACKLOG)
-            # Closed to accept, and close, a connection for which no descriptor is left.
+            # Closed when no descriptor is left, to accept and close a connection.
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             self.socket.close()
@@ -69,10 +75,10 @@ class Listener:
         return self.socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection; None where none waits.
+        """Return the next connection; None if none waits.
 
         Raises:
-            NoDescriptor: one waits, and there is no descriptor for it.
+            NoDescriptor: a connection waits, but no descriptor is left.
         """
         try:
             return self.socket.accept()[0]
@@ -84,14 +90,14 @@ class Listener:
             raise
 
     def refuse(self, close: Callable[[socket.socket], None]) -> None:
-        """Close the next connection, for which there is no descriptor, by `close`."""
+        """Accept the next connection with the spare descriptor, and close it by `close`."""
         log.error("no file descriptor is left for a connection; %s", open_files_remedy())
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with contextlib.suppress(OSError):
             close(self.socket.accept()[0])
-        with contextlib.suppress(OSError):  # taken by another thread; then without one
+        with contextlib.suppress(OSError):  # another thread took it; then there is no spare
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -107,7 +113,7 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
 
     Raises:
         ConfigError: the address cannot be bound; the text has the remedy.
-        AddressUnavailable: likewise, and it may be free or there later.
+        AddressUnavailable: likewise, but the address may become available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -128,8 +134,8 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
         reason = error.strerror
         if error.errno == errno.EADDRINUSE:
             reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
-        passes = error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
-        raise (AddressUnavailable if passes else ConfigError)(
+        may_pass = error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
+        raise (AddressUnavailable if may_pass else ConfigError)(
             f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT, or"
             " --http-listen off"
         ) from error
@@ -138,10 +144,10 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
 
 
 def closes_at_once(fd: int) -> bool:
-    """Return whether the kernel alone closes the descriptor. No file system is asked.
+    """Return whether closing the descriptor calls no file system; the check calls none either.
 
-    So it is with memory files, which answer for their seals; devices, such as CUDA's; and objects
-    of the kernel without a name.
+    True for memory files, which report their seals, for devices such as CUDA's, and for anonymous
+    objects of the kernel.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -158,28 +164,30 @@ def _is_device(fd: int) -> bool:
 
 
 def _has_no_name(fd: int) -> bool:
-    """Files of a file system are shown with a path, which begins with a slash."""
+    """Return whether it is an anonymous kernel object; other files show a path."""
     return os.readlink(f"/proc/self/fd/{fd}").startswith("anon_inode:")  # noqa: PTH115  # no path
 
 
 class DescriptorCloser:
-    """Closes what may hang, in a few threads for each user that sends such files."""
+    """Closes descriptors whose close may hang, in up to `MAX_STUCK` threads for each user."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Sequence[int]]] = {}  # for a thread, by user
-        self._begun: dict[threading.Thread, tuple[int, float]] = {}  # users; the present close
+        self._waiting: dict[int, deque[Sequence[int]]] = {}  # for a thread, by uid
+        self._closing: dict[
+            threading.Thread, tuple[int, float]
+        ] = {}  # uid, and start of the current close
 
     def close(self, fds: Sequence[int], uid: int) -> None:
-        """Close descriptors that a process of this user has sent. Never waits."""
+        """Close descriptors that a process of `uid` has sent; never blocks."""
         if all(map(closes_at_once, fds)):
             close_all(fds)
         else:
             self._put(tuple(fds), uid)
 
     def close_socket(self, sock: socket.socket, uid: int) -> None:
-        """Close a connection; descriptors may have come there that were not received."""
-        with contextlib.suppress(OSError):  # nothing more is to come
+        """Close a connection; unread bytes may carry descriptors, which are closed with it."""
+        with contextlib.suppress(OSError):  # the peer has gone
             sock.shutdown(socket.SHUT_RDWR)
         if _unread_bytes(sock):
             self._put((sock.detach(),), uid)
@@ -187,40 +195,40 @@ class DescriptorCloser:
             sock.close()
 
     def is_stuck(self, uid: int) -> bool:
-        """Return whether this user's file systems hold as many threads as they may."""
+        """Return whether closes of this user's files hang in `MAX_STUCK` threads."""
         since = time.monotonic() - STUCK_SECONDS
         with self._lock:
-            stuck = sum(user == uid and begun < since for user, begun in self._begun.values())
-        return stuck >= MAX_STUCK
+            num_stuck = sum(user == uid and start < since for user, start in self._closing.values())
+        return num_stuck >= MAX_STUCK
 
     def _put(self, fds: Sequence[int], uid: int) -> None:
         with self._lock:
             self._waiting.setdefault(uid, deque()).append(fds)
-            if sum(user == uid for user, _ in self._begun.values()) >= MAX_STUCK:
+            if sum(user == uid for user, _ in self._closing.values()) >= MAX_STUCK:
                 return
             thread = threading.Thread(target=self._run, args=(uid,), daemon=True)
-            self._begun[thread] = uid, time.monotonic()
+            self._closing[thread] = uid, time.monotonic()
         try:
             thread.start()
-        except RuntimeError:  # no thread is to be had; the next close tries again
+        except RuntimeError:  # no thread can be started; the next close retries
             with self._lock:
-                del self._begun[thread]
+                del self._closing[thread]
 
     def _run(self, uid: int) -> None:
         thread = threading.current_thread()
         while True:
             with self._lock:
-                if not (waiting := self._waiting.get(uid)):
+                if not (queue := self._waiting.get(uid)):
                     self._waiting.pop(uid, None)
-                    del self._begun[thread]
+                    del self._closing[thread]
                     return
-                fds = waiting.popleft()
-                self._begun[thread] = uid, time.monotonic()
+                fds = queue.popleft()
+                self._closing[thread] = uid, time.monotonic()
             close_all(fds)
 
 
 def _unread_bytes(sock: socket.socket) -> int:
-    count = bytearray(4)
+    nbytes = bytearray(4)
     with contextlib.suppress(OSError):
-        fcntl.ioctl(sock, termios.FIONREAD, count)
-    return int.from_bytes(count, "little")
+        fcntl.ioctl(sock, termios.FIONREAD, nbytes)
+    return int.from_bytes(nbytes, "little")

@@ -15,14 +15,14 @@ from kvd_proto.messages import Count, Encoded, Keys, Message, Name, NamespaceId,
 MAX_BATCH = 1024  # chunks
 Encodeds = Annotated[tuple[Encoded, ...], Meta(max_length=MAX_BATCH)]
 Salt: TypeAlias = Annotated[bytes, Meta(max_length=8)]
-"""Each reset of a namespace draws one. A tier finds only chunks kept under the current salt."""
+"""Drawn by each reset of a namespace. A tier finds only chunks stored under the current salt."""
 
 
 class BeginTier(Message, frozen=True):
     """Broker → tier, first message: the tier's settings. Carries the pool's file.
 
-    index: the tier's place in the order of tiers, from 0.
-    setting: as the operator wrote it.
+    index: of the tier in the configured order, from 0.
+    setting: the tier's setting, as the operator wrote it.
     """
 
     index: Count
@@ -35,7 +35,7 @@ class BeginTier(Message, frozen=True):
 class TierReady(Message, frozen=True):
     """Tier → broker, first message: the tier serves.
 
-    damaged_records: index records that were found damaged at the start, and dropped.
+    damaged_records: damaged records of the tier's index, which it dropped at its start.
     """
 
     pid: Count
@@ -56,8 +56,8 @@ class OpenNamespace(Message, frozen=True):
     """Broker → tier: open a namespace. Carries its directory and, if any, its descriptions.
 
     Share r of slot i is pool bytes [arena_bases[r] + i * slot_bytes[r], + slot_bytes[r]).
-    salt: of the namespace's last reset; empty if the broker knows of none: then the tier uses the
-        salt it has noted, or draws one.
+    salt: of the namespace's last reset; empty if the broker knows none. Then the tier uses the salt
+        it has stored, or draws one.
     reset: the tier has not confirmed that reset yet.
     """
 
@@ -78,20 +78,20 @@ class NamespaceOpened(Message, frozen=True):
 
 
 class CloseNamespace(Message, frozen=True):
-    """Broker → tier: the broker closed the namespace; the tier keeps its chunks."""
+    """Broker → tier: the broker has closed the namespace; the tier retains its chunks."""
 
     namespace: NamespaceId
 
 
 class NewSalt(Message, frozen=True):
-    """Broker → tier: the namespace was reset; only chunks of this salt count from now on."""
+    """Broker → tier: the namespace was reset; only chunks of this salt are valid from now on."""
 
     namespace: NamespaceId
     salt: Salt
 
 
 class ScanResult(Message, frozen=True):
-    """Tier → broker: chunks that the tier keeps, as `scan` found them."""
+    """Tier → broker: chunks that the tier has, from a scan at its start."""
 
     namespace: NamespaceId
     salt: Salt
@@ -103,14 +103,14 @@ class ScanResult(Message, frozen=True):
 
 
 class RemovedChunks(Message, frozen=True):
-    """Tier → broker: the tier no longer keeps these chunks."""
+    """Tier → broker: the tier no longer has these chunks."""
 
     namespace: NamespaceId
     keys: Keys
 
 
 class Put(Message, frozen=True):
-    """Broker → tier: keep these READY chunks."""
+    """Broker → tier: store these READY chunks."""
 
     number: Count
     namespace: NamespaceId
@@ -179,8 +179,8 @@ class TierPong(Message, frozen=True):
 
     progress: chunks that have their outcome.
     busy: parts of batches that a backend's thread works on.
-    queued_bytes: of parts that wait for a thread.
-    error: why a namespace cannot begin; empty if none fails.
+    queued_bytes: bytes of parts that wait for a thread.
+    error: why a namespace cannot be opened; empty if none fails.
     """
 
     progress: Count
@@ -193,7 +193,7 @@ class TierPong(Message, frozen=True):
 
 
 class StopTier(Message, frozen=True):
-    """Broker → tier: begin nothing more, finish what threads work on, exit 0."""
+    """Broker → tier: start nothing more, finish what threads work on, exit 0."""
 
 
 TIERING = Codec(

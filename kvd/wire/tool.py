@@ -19,20 +19,20 @@ from kvd_proto.text import explain_denied, printable, printable_tree
 
 M = TypeVar("M", bound=Message)
 _NEVER_MS = 2**31 - 1
-"""Until libzmq connects again. With -1, never, it drops what has arrived before the end of file."""
+"""Reconnect interval of libzmq. With -1 (never) it drops messages received before end of file."""
 
 
-class _NotReached(Exception):
-    """Nothing has accepted the connection; libzmq does not say why."""
+class _ConnectFailed(Exception):
+    """The connection was not accepted; libzmq does not report why."""
 
 
 class ToolConnection:
     """One session of kind `tool`.
 
     Raises:
-        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
-            refuses this process or has another protocol version.
-        SocketAccessDenied: this process may not reach the daemon's socket; with the remedy.
+        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or it refuses this
+            process, or it has another protocol version.
+        SocketAccessDenied: this process may not open the daemon's socket; names the remedy.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
@@ -41,12 +41,12 @@ class ToolConnection:
         self._timeout = timeout
         self._request_id = 0
         try:
-            self._begin()
+            self._open_session()
         except BaseException:
             self.close()
             raise
 
-    def _begin(self) -> None:
+    def _open_session(self) -> None:
         hello = Hello(
             kind="tool",
             engine=f"tool-{os.getpid()}",
@@ -59,16 +59,16 @@ class ToolConnection:
         while True:
             try:
                 self._connect()
-                greeted = self._exchange(hello, deadline)
-            except (_NotReached, zmq.ZMQError):
+                reply = self._exchange(hello, deadline)
+            except (_ConnectFailed, zmq.ZMQError):
                 self.close()
-                self._wait_reachable(deadline)
+                self._await_socket(deadline)
             else:
                 break
-        if greeted is None:
-            raise self._frozen()
-        if isinstance(greeted, Error):
-            raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+        if reply is None:
+            raise self._no_answer()
+        if isinstance(reply, Error):
+            raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {reply.text}")
 
     def _connect(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -81,43 +81,44 @@ class ToolConnection:
         self._events = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"ipc://{self._socket_path}")
 
-    def _wait_reachable(self, deadline: float) -> None:
-        """Return once the socket accepts connections; else raise the reason why it does not.
+    def _await_socket(self, deadline: float) -> None:
+        """Return when the socket accepts connections; raise the reason at the deadline.
 
-        A daemon that accepts nothing is waited for, until the deadline.
+        Raises:
+            SocketAccessDenied, NotRunning: see the class.
         """
-        left_us = max(1000, int((deadline - time.monotonic()) * 1e6))
+        timeout_us = max(1000, int((deadline - time.monotonic()) * 1e6))
         try:
             with socket.socket(socket.AF_UNIX) as probe:
-                # With Python's own timeout, connect would not wait for room in the backlog.
-                seconds = struct.pack("@ll", *divmod(left_us, 1_000_000))
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+                # With Python's own timeout, connect would not wait for a full backlog.
+                timeout = struct.pack("@ll", *divmod(timeout_us, 1_000_000))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
                 probe.connect(str(self._socket_path))
         except PermissionError as error:
             path = self._socket_path
             raise SocketAccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
         except BlockingIOError as error:
-            raise self._frozen() from error
+            raise self._no_answer() from error
         except OSError as error:
             raise NotRunning(
                 f"no daemon answers in {self._runtime_dir} ({error.strerror or error}); start one"
                 f" with: kvd serve --runtime-dir {self._runtime_dir}"
             ) from error
         if time.monotonic() >= deadline:
-            raise self._frozen()
+            raise self._no_answer()
 
-    def _frozen(self) -> NotRunning:
+    def _no_answer(self) -> NotRunning:
         return NotRunning(
             f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s: it"
             " is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
         )
 
     def request(self, message: Message, timeout: float | None = None) -> Message:
-        """Send a request; return its reply, or the daemon's ERROR as it is.
+        """Send a request; return its reply, which may be an Error.
 
         Args:
             message: what to ask.
-            timeout: seconds to wait, where that differs from the connection's own.
+            timeout: seconds to wait; None: the connection's timeout.
 
         Raises:
             NotRunning: no reply in time, or the daemon has closed the connection.
@@ -132,25 +133,25 @@ class ToolConnection:
         return reply
 
     def _exchange(self, message: Message, deadline: float) -> Message | None:
-        """Send a request; return its reply, or an Error; None where none comes in time."""
+        """Send a request; return its reply, or None if none arrives in time."""
         self._request_id += 1
         self._socket.send(WIRE.encode(message, self._request_id))
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
-        while (left := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(left * 1000) + 1))
-            # What came before the end of file can be received when the event is there.
+        while (remaining := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(remaining * 1000) + 1))
+            # Messages received before end of file can still be read after the event.
             if self._socket in ready or (ready and self._socket.poll(0)):
                 reply = self._receive()
                 if reply is not None:
                     return reply
             elif ready:
-                self._raise_end()
+                self._raise_disconnected()
         return None
 
     def _receive(self) -> Message | None:
-        """Return the reply to the last request, or an Error that announces the end; else None."""
+        """Return the reply to the last request, or None; raise a refusal of the session."""
         try:
             header, message = WIRE.decode(self._socket.recv())
         except DecodeError as error:
@@ -159,20 +160,20 @@ class ToolConnection:
                 f" ({error}); is it of another version?"
             ) from error
         if header.request_id == self._request_id:
-            return _showable(message)
+            return _printable_message(message)
         if header.request_id == 0 and isinstance(message, Error):
             text = printable(message.text)
             raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {text}")
-        return None  # the reply to a request that was given up
+        return None  # a reply that arrived after its timeout
 
-    def _raise_end(self) -> None:
+    def _raise_disconnected(self) -> None:
         event = recv_monitor_message(self._events)["event"]
         if event == zmq.EVENT_CLOSED:
-            raise _NotReached
+            raise _ConnectFailed
         raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
 
     def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
-        """Send a request; return its reply, which is of this type.
+        """Send a request; return its reply of type `kind`.
 
         Raises:
             NotRunning: no reply in time, or one of another type.
@@ -210,8 +211,8 @@ class ToolConnection:
         self.close()
 
 
-def _showable(message: Message) -> Message:
-    """Return the message with printable text only: it is shown on terminals and in monitors."""
+def _printable_message(message: Message) -> Message:
+    """Return the message with printable text only, since terminals and monitors show it."""
     if isinstance(message, StatusReport):
         return StatusReport(status=printable_tree(message.status))
     if isinstance(message, Error):

@@ -59,11 +59,7 @@ def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> PoolSizes:
     """Return the pool's sizes for the ranks of one engine.
 
     Pipeline stages may hold different layers, so `bytes_per_chunk` is the sum of the ranks' own
-    shares, each rounded up to 4 KiB.
-
-    Args:
-        layouts: validated (`validate_layout`), in rank order, at least one.
-        cpu_bytes: of the pool.
+    shares, each rounded up to 4 KiB. `layouts` are validated, in rank order, at least one.
 
     Raises:
         SizeError: not one chunk fits.

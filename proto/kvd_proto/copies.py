@@ -96,7 +96,7 @@ class Copies:
         arena_offset: npt.NDArray[np.int64],
         nbytes: npt.NDArray[np.int64],
     ) -> None:
-        self._set_forms((storage, tensor_offset, arena_offset, nbytes), None, ())
+        self._set((storage, tensor_offset, arena_offset, nbytes), None, ())
 
     @classmethod
     def of(cls, runs: list[Run]) -> "Copies":
@@ -110,12 +110,10 @@ class Copies:
     def of_grids(cls, grids: Sequence[Grid]) -> "Copies":
         """Return copies given as grids; none may be empty."""
         copies = cls.__new__(cls)
-        copies._set_forms(None, None if grids else [], grids)  # noqa: SLF001  # own class
+        copies._set(None, None if grids else [], grids)  # noqa: SLF001  # own class
         return copies
 
-    def _set_forms(
-        self, columns: Columns | None, runs: list[Run] | None, grids: Sequence[Grid]
-    ) -> None:
+    def _set(self, columns: Columns | None, runs: list[Run] | None, grids: Sequence[Grid]) -> None:
         self._columns, self._runs, self.grids = columns, runs, grids
         self.few = len(self) <= FEW
 
@@ -142,12 +140,8 @@ class Copies:
         if len(by_grid) == 1:
             return by_grid[0]
         storages, tensor_offsets, arena_offsets, nbytes = zip(*by_grid, strict=True)
-        return (
-            np.concatenate(storages),
-            np.concatenate(tensor_offsets),
-            np.concatenate(arena_offsets),
-            np.concatenate(nbytes),
-        )
+        offsets = np.concatenate(tensor_offsets), np.concatenate(arena_offsets)
+        return np.concatenate(storages), *offsets, np.concatenate(nbytes)
 
     @property
     def storage(self) -> npt.NDArray[np.int32]:

@@ -239,7 +239,7 @@ class DescriptionsView:
             return None
 
     def read_encoded(self, slot: int, generation: int) -> bytes:
-        """Return the encoded description; empty where `read` returns None."""
+        """Return the encoded description; empty if there is none, or a damaged one."""
         size = self.record_bytes
         if not size or not 0 <= slot < MAX_SLOTS:
             return b""

@@ -1,25 +1,30 @@
-"""The directory: a table of chunks in shared memory, written by the broker alone.
+"""The directory: a table of chunks in shared memory. Only the broker writes it.
 
-docs/protocol.md has its format: a header page (`DirectoryHeader`), a record for every
-slot, an index with linear probing in which deletion shifts entries back, so that there are no
-tombstones, the ring of changes (`kvd_proto.changes`), and where there are tiers the tier table
-(`kvd_proto.tier_table`), which says what lies below the pool. Only WRITING and READY chunks are in
-the index. A reset raises the floor above all generations so far: whatever was there is a miss at
-once, and leaves records and index piece by piece afterwards. A chunk that has left the index while
-it is still being read is READY with a key of length 0.
+Its parts, in order (docs/protocol.md has the format):
 
-A slot on loan is FREE or READY, and its record has the number of the loan. A chunk there is found,
-pinned and loaded as any other, until the broker has read the step that gives the slot to another
-key: then the slot is WRITING, with the generation under which it was lent. A store's bytes are
-written from then on and not before.
+1. a header page (`DirectoryHeader`);
+2. a record for every slot;
+3. an index from keys to slots: linear probing; deletion shifts entries back, so there are no
+   tombstones. It holds WRITING and READY chunks only;
+4. the ring of changes (`kvd_proto.changes`);
+5. with tiers, the tier table (`kvd_proto.tier_table`).
 
-A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a miss,
-not what the slot held before. The group is recorded because groups lay a slot out differently, so
-that a load for another one would read such bytes too.
+**Reset.** A reset raises the floor to the highest generation so far. Chunks up to the floor are
+misses at once; their records and index entries are removed piece by piece afterwards.
 
-A reader needs no lock. It compares the key in the record, so it never takes one key for another;
-while the writer shifts entries it may miss a key that is there. Lookups are hints: a lease is what
-makes a chunk safe to read.
+**Loans.** A slot on loan is FREE or READY, and its record has the loan's number. Its chunk is
+found, pinned and loaded as any other until the broker reads the step that gives the slot to
+another key. Then the slot is WRITING, with the generation under which it was lent; no byte is
+written before.
+
+**Partial chunks.** A chunk at a sliding window's edge holds only some of its blocks; a lookup of
+others is a miss. The record names the group because groups lay out a slot differently: a load for
+another group would read bytes that this chunk does not have.
+
+**Readers** take no lock. They compare the key in the record, so they never mistake one key for
+another; while the writer shifts index entries they may miss a key. A lookup is a hint: only a
+lease makes a chunk safe to read. A chunk removed from the index while a lease pins it is READY with
+a key of length 0.
 """
 
 import struct
@@ -57,7 +62,7 @@ CHECK_WORD = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class DirectoryHeader:
-    """The header page, and the arithmetic of the parts behind it."""
+    """The header page, and the offsets of the parts behind it."""
 
     num_slots: int
     index_capacity: int
@@ -81,14 +86,13 @@ class DirectoryHeader:
         tier_capacity: int = 0,
         num_tiers: int = 0,
     ) -> Self:
-        """The header of a directory of `num_slots` slots for chunks of so many blocks.
+        """Return the header of a new directory.
 
-        The index capacity is the power of two that keeps its load at 0.75 or less. The ring
-        holds `changes` changes, a power of two. Where there are tiers the table of what they hold
-        has `tier_capacity` homes, a power of two.
+        Ids have 16 bytes. `changes`, the ring's capacity, and `tier_capacity`, the homes of the
+        tier table, are powers of two. The index gets the power of two for a load of 0.75 or less.
 
         Raises:
-            DirectoryError: a count out of range, or ids that are not 16 bytes.
+            DirectoryError: a count is out of range, or an id has not 16 bytes.
         """
         if not 1 <= num_slots <= MAX_SLOTS:
             raise DirectoryError(f"a directory has 1 to {MAX_SLOTS} slots, not {num_slots}")
@@ -111,22 +115,22 @@ class DirectoryHeader:
 
     @property
     def records_offset(self) -> int:
-        """Bytes from the start to slot record 0."""
+        """Bytes from the directory's start to record 0."""
         return HEADER_BYTES
 
     @property
     def index_offset(self) -> int:
-        """Bytes from the start to index entry 0."""
+        """Bytes from the directory's start to index entry 0."""
         return HEADER_BYTES + self.num_slots * RECORD_BYTES
 
     @property
     def changes_offset(self) -> int:
-        """Bytes from the start to record 0 of the ring of changes."""
+        """Bytes from the directory's start to record 0 of the ring of changes."""
         return self.index_offset + self.index_capacity * 8
 
     @property
     def tiers_offset(self) -> int:
-        """Bytes from the start to place 0 of the tier table."""
+        """Bytes from the directory's start to place 0 of the tier table."""
         return self.changes_offset + self.change_capacity * CHANGE_BYTES
 
     @property
@@ -135,7 +139,7 @@ class DirectoryHeader:
         return self.tiers_offset + table_places(self.tier_capacity, self.probe_limit) * ENTRY_BYTES
 
     def pack(self) -> bytes:
-        """The header's bytes with their check word; zeros fill the page behind them."""
+        """Return the header's bytes with their check word; zeros fill the rest of the page."""
         head = HEADER.pack(
             MAGIC,
             VERSION,
@@ -164,7 +168,7 @@ class DirectoryHeader:
         """Read and check the header of a directory.
 
         Raises:
-            DirectoryError: not a directory, another version, damaged, or too small.
+            DirectoryError: it is no directory of this version, damaged, or too small.
         """
         if len(buffer) < HEADER_BYTES:
             raise DirectoryError(
@@ -180,11 +184,11 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        *places, ns, boot, change, changes, changes_at, entry, homes, tiers_at, tiers = rest
+        *offsets, ns, boot, change, changes, changes_at, entry, homes, tiers_at, tiers = rest
         header = cls(slots, capacity, ns, boot, blocks, changes, limit, homes, tiers)
         expected = [header.records_offset, header.index_offset, header.total_bytes]
         if (
-            (record, places, change, entry) != (RECORD_BYTES, expected, CHANGE_BYTES, ENTRY_BYTES)
+            (record, offsets, change, entry) != (RECORD_BYTES, expected, CHANGE_BYTES, ENTRY_BYTES)
             or (changes_at, tiers_at) != (header.changes_offset, header.tiers_offset)
             or homes.bit_count() > 1
             or bool(homes) != (1 <= tiers <= MAX_TIERS)
@@ -193,23 +197,22 @@ class DirectoryHeader:
         ):
             raise DirectoryError("the directory's header contradicts itself")
         if len(buffer) < header.total_bytes:
-            raise DirectoryError(f"{len(buffer)} bytes of a directory of {places[-1]} bytes")
+            raise DirectoryError(f"{len(buffer)} bytes of a directory of {offsets[-1]} bytes")
         return header
 
 
 KEY_BYTES = 48
 FEW = 8
-"""Records up to which slices are read faster than numpy gathers."""
+"""Up to so many records slicing is faster than numpy's gather."""
 NO_SHARE_YET = 0xFFFF
-TIER_OWNER = 0xFFFF_FFFF  # of a slot that a tier fills
+TIER_OWNER = 0xFFFF_FFFF  # owner of a slot that a tier fills
 READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 _READ_LOAN = struct.Struct("<28xI").unpack_from
 
 RECORD = struct.Struct("<QQIBBHHHI48s")
 SLOT_MASK = 0xFFFF_FFFF
 
-# By key length: generation, state, key length, first block and count of blocks, and the key
-# itself, read in one call.
+# By key length: read generation, state, key length, first block, count of blocks, and key at once.
 KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 _HEAD_FIELDS = [
@@ -221,20 +224,20 @@ HEAD_DTYPE = np.dtype(_HEAD_FIELDS)
 _HEAD_BYTES = HEAD_DTYPE.itemsize
 RECORD_DTYPE = np.dtype([*_HEAD_FIELDS, ("key", f"V{KEY_BYTES}")])
 READ_HEADS = struct.Struct("<Q8xIBxHHHI").iter_unpack
-"""Of many heads generation, owner, `SlotState`, first block, count of blocks, group and loan."""
+"""Reads heads: generation, owner, `SlotState`, first block, count of blocks, group and loan."""
 
 
 def loan_number(generation: int) -> int:
-    """What a record says of a loan: the low 32 bits of the generation, which are never 0."""
+    """Return a loan's number in the record: the low 32 bits of its generation, never 0."""
     return generation & 0xFFFF_FFFF
 
 
 class LookupResult(IntEnum):
-    """What the directory says about a key. A hint: only a lease is the truth."""
+    """The result of a lookup. A hint: only a lease makes sure that the chunk stays."""
 
-    MISS = 0  # it is not there
-    HIT = 1  # READY: every rank's share is there
-    HIT_PENDING = 2  # somebody is writing it
+    MISS = 0  # not in memory
+    HIT = 1  # READY: every rank's share is in the pool
+    HIT_PENDING = 2  # being written
 
 
 class SlotState(IntEnum):
@@ -251,19 +254,19 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 
 
 Entry: TypeAlias = tuple[int, int, int, int, int]
-"""What a record says: slot, generation, `SlotState`, first block and count of blocks."""
+"""A chunk's record: slot, generation, `SlotState`, first block and count of blocks."""
 
 
 class DirectoryView:
-    """A directory to look things up in. Never writes; sans-I/O: the buffer is given.
+    """Looks chunks up in a directory. Never writes; no I/O.
 
     Args:
-        buffer: the whole directory, e.g. an mmap; it stays referenced until `release`.
+        buffer: the whole directory, e.g. an mmap; referenced until `release`.
 
     Attributes:
-        header: its header, of which `num_slots`, `blocks_per_chunk` and `boot_id` are copies.
+        header: the header; `num_slots`, `blocks_per_chunk` and `boot_id` are copied from it.
         changes: the ring of changes.
-        tiers: what lies below the pool; None where the daemon has no tiers.
+        tiers: the tier table; None if the daemon has no tiers.
 
     Raises:
         DirectoryError: the buffer is not a directory of this version.
@@ -293,7 +296,7 @@ class DirectoryView:
             name: table[name] for name in ("generation", "state")
         }
         kind, strides = f"V{_HEAD_BYTES}", (RECORD_BYTES,)
-        # As items without fields: these are gathered ten times as fast.
+        # Items without fields: numpy gathers them ten times as fast.
         self._heads: npt.NDArray[Any] = np.ndarray(
             (head.num_slots,), kind, buffer=whole, offset=at, strides=strides
         )
@@ -306,125 +309,126 @@ class DirectoryView:
         return TierTableView(whole, at, homes, limit, head.num_tiers)
 
     def find(self, key: bytes) -> int:
-        """The slot of a WRITING or READY chunk, or -1."""
+        """Return the slot of a WRITING or READY chunk, or -1."""
         size = len(key)
         if not 0 < size <= KEY_BYTES:
             return -1
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (entry := index[i]):
+        while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
                 base: int = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    generation, state, length, _, _, name = KEY_READERS[size](self._records, base)
+                    generation, state, length, _, _, stored = KEY_READERS[size](self._records, base)
                     if (
-                        name == key
+                        stored == key
                         and length == size
                         and _WRITING <= state <= _READY
                         and generation > self._floor[0]
                     ):
                         return base // RECORD_BYTES
-            left -= 1
+            probes_left -= 1
             i = (i + 1) & mask
         return -1
 
     def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
-        """HIT, HIT_PENDING or MISS. A hint: it may be outdated when it returns.
+        """Return HIT, HIT_PENDING or MISS. A hint: it may be outdated at once.
 
-        A chunk that lacks one of the blocks first..first + count - 1 is a MISS. Without a
-        count these are all blocks from `first` on.
+        A READY chunk without one of the blocks first..first + count - 1 is a MISS. `count` None:
+        all blocks from `first` on.
         """
-        # The same walk as `find`, written out: a call more would cost a quarter of it.
+        # The loop of `find` again: calling it would add a quarter to the time.
         size = len(key)
         if not 0 < size <= KEY_BYTES:
             return _MISS
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (entry := index[i]):
+        while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
                 base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    generation, state, length, start, held, name = KEY_READERS[size](
+                    generation, state, length, begin, num_blocks, stored = KEY_READERS[size](
                         self._records, base
                     )
-                    if name == key and length == size and generation > self._floor[0]:
+                    if stored == key and length == size and generation > self._floor[0]:
                         if state == _READY:
                             end = self.blocks_per_chunk if count is None else first + count
-                            return _HIT if start <= first and end <= start + held else _MISS
+                            return _HIT if begin <= first and end <= begin + num_blocks else _MISS
                         if state == _WRITING:
                             return _HIT_PENDING
-            left -= 1
+            probes_left -= 1
             i = (i + 1) & mask
         return _MISS
 
     def lookup_many(self, keys: Sequence[bytes]) -> list[LookupResult]:
-        """`lookup` of every key, in order."""
+        """Return the `lookup` of every key, in order."""
         return list(map(self.lookup, keys))
 
     def entry(self, key: bytes) -> Entry | None:
-        """The record of a WRITING or READY chunk; None where there is none. A hint, too.
+        """Return the record of a WRITING or READY chunk, or None. A hint.
 
-        Its blocks say something only where it is READY.
+        Its blocks are valid only if it is READY.
         """
-        # The same walk once more.
+        # The loop of `find` once more.
         size = len(key)
         if not 0 < size <= KEY_BYTES:
             return None
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (place := index[i]):
-            if place >> 32 == hash32:
-                slot = (place & SLOT_MASK) - 1
+        while probes_left and (index_entry := index[i]):
+            if index_entry >> 32 == hash32:
+                slot = (index_entry & SLOT_MASK) - 1
                 base = slot * RECORD_BYTES
                 if base < self._records_bytes:
-                    generation, state, length, first, held, name = KEY_READERS[size](
+                    generation, state, length, first, count, stored = KEY_READERS[size](
                         self._records, base
                     )
                     if (
-                        name == key
+                        stored == key
                         and length == size
                         and _WRITING <= state <= _READY
                         and generation > self._floor[0]
                     ):
-                        return slot, generation, state, first, held
-            left -= 1
+                        return slot, generation, state, first, count
+            probes_left -= 1
             i = (i + 1) & mask
         return None
 
     def is_lent(self, slot: int, generation: int) -> bool:
-        """Whether the slot, any number, is on loan and will have this generation."""
+        """Whether the slot is on loan under this generation; any number is valid for `slot`."""
         if not 0 <= slot < self.num_slots:
             return False
         (loan,) = _READ_LOAN(self._records, slot * RECORD_BYTES)
         return bool(loan == loan_number(generation))
 
     def holds(self, slot: int, generation: int, state: SlotState, key: bytes) -> bool:
-        """Whether the slot, any number, holds this chunk in this state, and it was not forgotten.
+        """Whether the slot holds this chunk in this state, above the floor; any `slot` is valid.
 
-        Says so by the record alone, where a look-up by key is a hint.
+        Reads the record alone, so unlike a lookup it never misses a key that is there.
         """
         if not 0 <= slot < self.num_slots or not 0 < len(key) <= KEY_BYTES:
             return False
-        found, is_in, length, _, _, name = KEY_READERS[len(key)](self._records, slot * RECORD_BYTES)
+        record = KEY_READERS[len(key)](self._records, slot * RECORD_BYTES)
+        stored_generation, stored_state, length, _, _, stored = record
         return bool(
-            found == generation
-            and is_in == state
+            stored_generation == generation
+            and stored_state == state
             and length == len(key)
-            and name == key
+            and stored == key
             and generation > self._floor[0]
         )
 
     def heads(self, slots: "array[int]") -> bytes:
-        """The records of these slots at one moment, without their keys: see `HEAD_DTYPE`.
+        """Return the records of slots without their keys, in the format of `HEAD_DTYPE`.
 
         Args:
-            slots: of type I.
+            slots: an array of type "I".
 
         Raises:
-            IndexError: there is no such slot.
+            IndexError: a slot is out of range.
         """
         if len(slots) > FEW:
             indices = np.frombuffer(slots, np.uint32).astype(np.intp)
@@ -437,23 +441,23 @@ class DirectoryView:
         return b"".join([records[begin : begin + _HEAD_BYTES] for begin in begins])
 
     def ready_chunks(self, begin: int, end: int) -> list[tuple[int, int, int, int, bytes]]:
-        """What lookups find READY in the slots from `begin` up to `end`, one after the other.
+        """Return the chunks that lookups find READY in slots `begin` to `end - 1`, in slot order.
 
         Returns:
-            Slot, generation, first block, count of blocks and key of each. What is read of a slot
-            that is written meanwhile may be of two chunks: the ring of changes tells which.
+            Slot, generation, first block, count of blocks and key of each chunk. The fields of a
+            slot that is written meanwhile may be of two chunks: the ring of changes tells which.
         """
         states = self._columns["state"][begin:end]
-        records, floor, found = self._records, self._floor[0], []
+        records, floor, chunks = self._records, self._floor[0], []
         read = KEY_READERS[KEY_BYTES]
         for slot in (np.flatnonzero(states == _READY) + begin).tolist():
             generation, state, length, first, count, key = read(records, slot * RECORD_BYTES)
             if state == _READY and length and generation > floor:
-                found.append((slot, generation, first, count, key[:length]))
-        return found
+                chunks.append((slot, generation, first, count, key[:length]))
+        return chunks
 
     def release(self) -> None:
-        """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""
+        """Release the buffer, so that its owner may unmap it. Nothing works afterwards."""
         self._columns.clear()
         self._heads = np.empty(0, "V1")
         self.changes.release()
@@ -463,9 +467,3 @@ class DirectoryView:
         self._index.release()
         self._records.release()
         self._whole.release()
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.header.namespace.hex()[:8]}"
-            f" {self.num_slots} slots, {self.header.total_bytes} bytes>"
-        )

@@ -133,11 +133,7 @@ class Expander:
         )
 
     def expand_layers(self, blocks: JobBlocks) -> tuple[Copies, list[int]]:
-        """`expand` layer by layer.
-
-        Returns:
-            The copies, and for each layer the bytes of all layers up to and including it.
-        """
+        """`expand` layer by layer, with the bytes of all layers up to and including each."""
         located = self._locate(blocks, None)
         grids: list[Grid] = []
         ends: list[int] = []
@@ -212,9 +208,8 @@ def _by_stride_and_page(regions: Sequence[_Region], layout: RankLayout) -> list[
         storage, offset, _, _, start = zip(*same, strict=True)
         columns = np.array(storage, np.int32), np.array(offset, np.int64), np.array(start, np.int64)
         merge = stride == page and (layout.blocks_per_chunk > 1 or page == layout.slot_bytes)
-        uniform.append(
-            _UniformRegions(Regions(*columns, min(start), max(start)), stride, page, merge)
-        )
+        merged = Regions(*columns, min(start), max(start))
+        uniform.append(_UniformRegions(merged, stride, page, merge))
     return uniform
 
 

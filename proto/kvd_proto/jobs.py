@@ -159,11 +159,11 @@ class Chunks:
 class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Blocks of one rank, and the chunks that they lie in.
 
-    block_ids: u4, flat, group by group; the layout's null block for a place of a chunk that is left
-    out. The others of a chunk follow each other, and there is one at least.
-    group_sizes: u4, how many blocks of each group are listed, 0 for none.
+    block_ids: u4, flat, group by group; the layout's null block leaves out a position of a chunk.
+    The other blocks of a chunk are consecutive, and there is at least one.
+    group_sizes: u4, the number of listed blocks of each group, 0 for none.
     block_indices: u4, logical index of each group's first listed block.
-    slots: u4, of the chunks, group by group, as many as the listed blocks lie in.
+    slots: u4, of the chunks of the listed blocks, group by group.
     generations: u8, of these slots.
     """
 

@@ -55,8 +55,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 
     storage: index in the layout's storages.
     offset: of block 0 from the storage's start, in bytes.
-    page_bytes: of one block in this tensor, padding included; the last block ends in the storage.
-    block_stride: bytes from one block to the next; at least page_bytes where there are several.
+    page_bytes: of one block in this tensor, with padding; the last block ends in the storage.
+    block_stride: bytes from one block to the next; at least page_bytes if there are several.
     """
 
     storage: int
@@ -69,9 +69,9 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
     """A group's use of a tensor.
 
     tensor: index in the layout's tensors.
-    page_bytes: so many bytes from each page's start are in use; at most the tensor's own.
-    layer: number of the layer in the order of a forward pass, below 8,192; loads that report their
-    progress go by it.
+    page_bytes: bytes in use from each page's start; at most the tensor's own.
+    layer: number of the layer in the order of a forward pass, below 8,192; loads with progress
+    report it.
     """
 
     tensor: int
@@ -82,12 +82,12 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Layers that share one block table.
 
-    refs: the pages that a block of this group has; at least one, in all groups 8,192 at most.
+    refs: the pages of a block of this group; at least one, in all groups together at most 8,192.
     block_size: tokens of a block; a multiple of the layout's hash_block_size.
-    kind: any word, `full` for attention to all tokens; engines share chunks where it is equal.
+    kind: any word, `full` for attention to all tokens; engines share chunks only if it is equal.
     sliding_window: tokens that attention looks back; nil: all.
-    contents: any word for what the refs' bytes are, in their order; ranks of one stage have the
-    same, and engines share chunks where it is equal.
+    contents: any word for the meaning of the refs' bytes, in their order; the same for all ranks of
+    a stage. Engines share chunks only if it is equal.
     """
 
     refs: Annotated[tuple[TensorRef, ...], Meta(max_length=MAX_REFS)]
@@ -102,14 +102,14 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     num_blocks: the engine's configured number; blocks are 0 to num_blocks - 1.
     blocks_per_chunk: consecutive blocks of a group that are stored and evicted together.
-    hash_block_size: tokens that one block hash of the engine stands for.
+    hash_block_size: tokens of one block hash of the engine.
     storages: sizes of the allocations, in bytes.
     tensors: where pages lie; at least one.
-    groups: which of them belong together; at least one.
+    groups: which tensors belong together; at least one.
     replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
     stored once and ranks take turns to write.
-    null_block: the block that never holds KV, below num_blocks: in a job it stands for a place of
-    a chunk that is left out. nil: there is none, all blocks hold KV.
+    null_block: the block that never holds KV, below num_blocks; in a job it leaves out a position
+    of a chunk. nil: there is none, all blocks hold KV.
     """
 
     num_blocks: Annotated[int, COUNT]

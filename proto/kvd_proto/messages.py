@@ -1,12 +1,11 @@
-"""Every message of the wire, as frozen typed values, and the tag table.
+"""Every message of the protocol, as frozen typed values, and the table of tags.
 
-Requests go from a client to the broker or to a lane and get exactly one reply:
-the reply type named in `REPLY_OF`, or `Error`. Notices come from the broker over the same
-connection, in order with its replies, and are not answered.
-Times are milliseconds unless a name says otherwise; sizes are bytes.
+A client sends requests to the broker or to a lane. Each gets exactly one reply: of the type in
+`REPLY_OF`, or an `Error`. Notices come from the broker on the same connection, in order with its
+replies, and have no reply. Times are milliseconds unless a name says otherwise; sizes are bytes.
 
-docs/protocol.md is generated from here: a docstring's first line says what a message is
-for, lines of the form ``field, field: meaning`` what its fields are, comments what codes mean.
+docs/protocol.md is generated from this module: from a docstring's first line (what the message is
+for), lines of the form ``field, field: meaning``, and the comments of codes.
 """
 
 from enum import IntEnum, StrEnum
@@ -20,8 +19,8 @@ from kvd_proto.jobs import EPOCH_WORDS, MAX_ARRAY_ITEMS, PROGRESS_WORDS, IntArra
 from kvd_proto.layout import MAX_STORAGES, RankLayout
 
 PROTOCOL_VERSION = 4
-"""Grows with every change after which a frame of the version before is refused, or says another
-thing. A daemon and a client of different versions do not talk."""
+"""Grows with every change that makes frames of the version before invalid or changes their meaning.
+A daemon and a client of different versions do not talk."""
 HOST = "host"  # the device that is host memory
 MAX_KEYS = MAX_ARRAY_ITEMS
 MAX_KEY_BYTES = 48
@@ -56,15 +55,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class ErrorCode(StrEnum):
     """Why a request was not served; stable names that clients may switch on."""
 
-    BAD_MESSAGE = "bad_message"  # could not be decoded beyond its header: a bug in the client
+    BAD_MESSAGE = "bad_message"  # the body cannot be decoded: a bug in the client
     BAD_VERSION = "bad_version"  # no common protocol version: update the older side
     BAD_SESSION = "bad_session"  # the lane does not know the worker; Join with LaneUp's token
     BAD_STATE = "bad_state"  # not allowed in this session's state or for its kind
-    BAD_LAYOUT = "bad_layout"  # registration of memory that cannot be served: do not try again
-    NOT_READY = "not_ready"  # ranks, pool or a registration's descriptors are not there yet: a miss
+    BAD_LAYOUT = "bad_layout"  # this memory can never be served: do not try again
+    NOT_READY = "not_ready"  # ranks, pool or a registration's descriptors are missing yet: a miss
     LIMIT = "limit"  # a limit of the daemon would be exceeded: a miss
-    DRAINING = "draining"  # the daemon takes no new work: a miss
-    BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
+    DRAINING = "draining"  # the daemon accepts no new work: a miss
+    BAD_CONFIG = "bad_config"  # the configuration is invalid; the settings before stay in force
     LANE_LOST = "lane_lost"  # the device's lane is being replaced: try again later
     FORBIDDEN = "forbidden"  # this user may not use this daemon, or not this engine's name
     INTERNAL = "internal"  # a bug in kvd; the log has the details: a miss
@@ -73,24 +72,28 @@ class ErrorCode(StrEnum):
 class JobStatus(StrEnum):
     """How a job ended. Everything but OK is a miss for the engine."""
 
-    OK = "ok"  # every byte was copied and the chunks were what was asked for to the end
-    CANCELLED = "cancelled"  # by Cancel, before it was done
-    STALE = "stale"  # a chunk is not, or not any more, what the job named: slot, generation, blocks
-    VOID = "void"  # the worker gave the store up by its word of the control page
-    TIMEOUT = "timeout"  # not done within its deadline_ms
-    REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
+    OK = "ok"  # every byte was copied, and the slots held the job's chunks until the end
+    CANCELLED = "cancelled"  # stopped by Cancel
+    STALE = "stale"  # a slot does not hold, or no longer holds, the job's chunk with its blocks
+    VOID = "void"  # the worker voided the store by its epoch word
+    TIMEOUT = "timeout"  # not completed within its deadline_ms
+    REFUSED = "refused"  # invalid arrays, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
 
 
 MAX_SECONDS = 86_400
-"""Longer waits are cut to this."""
+"""Longer times until the next request are cut to this."""
 LABEL_ONLY = 0x80
-"""Set in a label's byte: the request was reported before, and only its label is new."""
+"""Bit of a label's byte: the request was reported before, and only its label is new."""
 
 
 class Label(IntEnum):
-    """When the next request that uses the same chunks is expected."""
+    """When the next request that uses the same chunks is expected.
+
+    A hint: the eviction policy learns for each label when chunks that carry it are used again. A
+    label neither keeps a chunk nor removes one.
+    """
 
     NONE = 0  # nothing is known
     DONE = 1  # no request will continue this one
@@ -101,7 +104,7 @@ class Label(IntEnum):
 
 
 def label_for(seconds: float) -> Label:
-    """The label of a request that is continued after so many seconds; negative counts as 0."""
+    """Return the label of a request that is continued after `seconds`; negative counts as 0."""
     if seconds < 10:
         return Label.UNDER_10S
     if seconds < 60:
@@ -115,10 +118,12 @@ def label_for(seconds: float) -> Label:
 class Hello(Message, frozen=True):
     """First request of a session.
 
-    kind: `scheduler` asks for chunks, `worker` registers memory, `tool` belongs to no engine.
-    engine: the engine's name, the same in all its sessions and in no other engine's; of a tool any.
-    pid: the client's process, as it sees itself; for people.
-    protocol_min, protocol_max: versions that the client speaks; one of them must be the daemon's.
+    kind: `scheduler` looks up and stores chunks, `worker` registers memory, `tool` belongs to no
+    engine.
+    engine: the engine's name, the same in all its sessions and in no other engine's; any name for a
+    tool.
+    pid: the client's process id in its own namespace; for people.
+    protocol_min, protocol_max: range of versions that the client speaks.
     client: name and version of the client; for people.
     """
 
@@ -133,9 +138,9 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The daemon's side of the handshake.
 
-    protocol: the version that is spoken from now on.
+    protocol: the version used from now on.
     daemon: its name and version; for people.
-    pid: the daemon's process, as it sees itself.
+    pid: the daemon's process id in its own namespace.
     """
 
     protocol: int
@@ -144,17 +149,16 @@ class Welcome(Message, frozen=True):
 
 
 class Fingerprint(Message, frozen=True):
-    """What must be equal for two engines to share chunks; all of it is hashed.
+    """What must be equal for two engines to share chunks; its hash is part of the namespace id.
 
-    Layout figures (groups, pages, world size, replication) are taken from the
-    registration itself, so that they cannot be claimed differently from what
-    is stored.
+    Layout figures (groups, pages, world size, replication) come from the registration itself, so
+    that no engine can claim others than it uses.
 
-    model: its name; quotas and reports go by it.
+    model: its name; quotas and reports use it.
     revision: of the model's weights.
     dtype: of the KV cache.
-    kv_layout: how a block's bytes are ordered.
-    attention_backend: where its KV differs from that of others.
+    kv_layout: order of a block's bytes.
+    attention_backend: name of the backend, if its KV differs from that of others.
     parallelism: how the model is divided among ranks.
     label: anything else; engines with different labels share nothing.
     """
@@ -169,10 +173,10 @@ class Fingerprint(Message, frozen=True):
 
 
 class HostHandle(Message, frozen=True, tag="host"):
-    """A storage in host memory that a descriptor names.
+    """A storage in host memory, named by a descriptor.
 
     fd_index: number of the descriptor.
-    offset: where in the descriptor's memory the storage begins, in bytes.
+    offset: from the start of the descriptor's memory to the storage's, in bytes.
     """
 
     fd_index: Count
@@ -180,7 +184,7 @@ class HostHandle(Message, frozen=True, tag="host"):
 
 
 class IpcHandle(Message, frozen=True, tag="ipc"):
-    """A storage in a CUDA allocation of cudaMalloc, which its legacy IPC handle names.
+    """A storage in a CUDA allocation of cudaMalloc, named by a legacy IPC handle.
 
     handle: what `cuIpcGetMemHandle` gives for the allocation's start.
     allocation: size of the allocation in bytes.
@@ -195,8 +199,8 @@ class IpcHandle(Message, frozen=True, tag="ipc"):
 class VmmSegment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A CUDA allocation of the virtual memory management, named by a descriptor.
 
-    fd_index: number of the descriptor that `cuMemExportToShareableHandle` gave, of the kind
-    POSIX file descriptor.
+    fd_index: number of the descriptor from `cuMemExportToShareableHandle`, of the kind POSIX file
+    descriptor.
     nbytes: size of the allocation, all of which is mapped.
     """
 
@@ -207,8 +211,8 @@ class VmmSegment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 class VmmHandle(Message, frozen=True, tag="vmm"):
     """A storage in CUDA memory of the virtual memory management.
 
-    segments: the allocations that it lies in, in the order of their addresses; each begins where
-    the one before ends.
+    segments: its allocations in the order of their addresses; each begins where the one before
+    ends.
     offset: from the first segment's start to the storage's, in bytes.
     """
 
@@ -220,7 +224,7 @@ Handle: TypeAlias = HostHandle | IpcHandle | VmmHandle
 
 
 def fd_index(handle: Handle) -> int:
-    """The highest descriptor number that a handle needs; 0, the control page, where none."""
+    """Return the highest descriptor number that a handle needs; 0, the control page, if none."""
     match handle:
         case HostHandle():
             return handle.fd_index
@@ -231,22 +235,22 @@ def fd_index(handle: Handle) -> int:
 
 
 class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's KV memory; its descriptors come with it.
+    """Register a worker's KV memory; its descriptors come with the message.
 
     Descriptor number 0 is the control page. A worker whose handles need no descriptors may send
     none: without a control page its jobs have `after`, `word`, `epoch` and `progress` 0. Then it
     waits for its stream before it sends a job, and for the job's end before it uses the blocks.
 
     rank: this worker's index among those that hold shares of a chunk; below world_size.
-    world_size: how many workers these are.
+    world_size: the number of these workers.
     stage: pipeline stage; ranks of one stage must have equal pages.
-    device: `host`; or `cuda:` and the UUID's 32 hex digits, with `MIG-` before them of a MIG
-    instance. It decides the kind of handles.
-    fingerprint: the same of all ranks.
-    layout: what the memory looks like.
-    handles: the memory of each of the layout's storages, in their order.
+    device: `host`; or `cuda:` and the UUID's 32 hex digits, for a MIG instance with `MIG-` before
+    them. It decides the kind of handles.
+    fingerprint: the same for all ranks.
+    layout: of the memory.
+    handles: one for each of the layout's storages, in their order.
     temporary: chunks are shared with temporary engines only and dropped soon after the last of
-    them has left; such an engine takes no room in use but one column of the pool's grid.
+    them has left; such an engine takes at most one column of the pool that is in use.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -260,27 +264,27 @@ class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Registered(Message, frozen=True):
-    """The registration holds: the lane has mapped the memory.
+    """The registration succeeded: the lane has mapped the memory.
 
-    missing_ranks: those that have not registered; where it is empty, Attached follows.
+    missing_ranks: ranks that have not registered yet; if empty, Attached follows.
     """
 
     missing_ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
 
 
 class Unregister(Message, frozen=True):
-    """Forget this session's tensors; answered when nothing touches them any more."""
+    """Forget this session's memory; the reply comes when nothing touches it any more."""
 
 
 # ---------------------------------------------------------------- scheduler
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Chunks that a load reads and that are to stay until it has ended: a lease on them.
+    """A lease: pins the chunks that a load reads until the load has ended.
 
     lease: its number, by which the scheduler gives it back; new in its session.
-    lease_ms: how long the chunks are to stay, in ms; the daemon may give less.
-    slots: u4, of the chunks, as the directory has them; a prompt's head first.
+    lease_ms: duration of the lease, in ms; the daemon may shorten it.
+    slots: u4, of the chunks, from the directory; a prompt's head first.
     generations: u8, of these slots; a chunk that is not READY with its generation is not pinned.
     """
 
@@ -291,39 +295,39 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Step(Message, frozen=True, omit_defaults=True):
-    """What a scheduler has decided by itself since its last one; carried out in the fields' order.
+    """What a scheduler has decided since its last Step; carried out in the order of the fields.
 
-    Nothing of it is refused one by one: a store that cannot be had is lost, as a failed one, and
-    a chunk that has gone is not pinned. The counts are for the daemon's figures.
+    No item is refused by itself: a store whose slot is not available is lost, like a failed one,
+    and a chunk that has gone is not pinned. The counts are for the daemon's figures.
 
     dropped: keys of stores that are given up.
-    missed: keys of prompts that lookups did not find, each when its request's lookup has ended;
-        of one group where a token has a key in several.
+    missed: keys of prompts that lookups did not find, sent once its request's lookup has ended; of
+        one group if a token has a key in several.
     keys: of stores that have begun, a prompt's head first.
-    slots: u4, the slot of each, which was lent to this scheduler.
-    generations: u8, under which it was lent, and which the slot has from now on.
-    first: u2, for each key the first block of its chunk that will be written; empty: all blocks
-        of all chunks will be.
-    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
-    descriptions: for each key its chunk's description, empty for none; or no items at all.
-    pins: chunks that are to stay.
-    unpinned: numbers of leases that are given back.
+    slots: u4, for each key the slot, which was on loan to this scheduler.
+    generations: u8, for each slot the generation under which it was lent, which it has from now on.
+    first: u2, for each key the first block of its chunk that will be written; empty: all blocks of
+        all chunks.
+    count: u2, for each key the number of blocks from there on, 1 or more; as many items as `first`.
+    descriptions: for each key its chunk's description, empty for none; or no items.
+    pins: leases that begin.
+    unpinned: numbers of leases that end.
     used: keys of the requests that have finished, all that their tokens fill, a prompt's head
         first; one request after the other, in the order in which they ended.
-    used_counts: u4, how many of `used` each request has, at least 1; 1,024 requests at most. Empty:
-        all are of one request.
-    prompt_counts: u4, how many of each request's keys, from the first on, are of its prompt;
-        empty: all are.
-    labels: one byte for each request, its `Label`; with bit 7 set the request was named before, and
+    used_counts: u4, for each request the number of its keys in `used`, 1 or more; 1,024 requests at
+        most. Empty: all are of one request.
+    prompt_counts: u4, for each request how many of its keys, from the first on, are of its prompt;
+        empty: all.
+    labels: for each request one byte, its `Label`; with bit 7 set the request was sent before, and
         only its label is new. Empty: no request has one.
     unstored: keys that were offered, got no slot, and are not offered again.
-    wanted: slots that the scheduler would like to have on loan, in all.
-    present: keys that were offered since the last Step and found READY.
-    pending: keys that were offered since then and found being written.
-    not_yet: keys that were offered since then and not often enough to be worth a slot.
-    refused: keys that were offered since then, for which no slot was at hand.
-    sought: keys that are wanted in memory, a prompt's head first: those that a tier holds are
-        brought up; where nobody knows, shared tiers are asked.
+    wanted: the number of slots that the scheduler needs on loan, with those that it has.
+    present: keys offered since the last Step that were READY.
+    pending: keys offered since then that were being written.
+    not_yet: keys offered since then, but fewer times than `reuse_threshold`.
+    refused: keys offered since then that got no slot, since none was on loan.
+    sought: keys needed in memory, a prompt's head first: those that a tier holds are promoted;
+        where that is not known, shared tiers are asked.
     """
 
     dropped: Keys = ()
@@ -350,11 +354,11 @@ class Step(Message, frozen=True, omit_defaults=True):
 
 
 class Stepped(Message, frozen=True):
-    """Slots that the scheduler may give to keys from now on, besides those that it has.
+    """Slots newly on loan to the scheduler: it may give them to keys from now on.
 
-    slots: u4, lent now. Each holds nothing, or a chunk that is found as before until the slot is
-        given to another key.
-    generations: u8, which the slots have once they are given to keys.
+    slots: u4, lent now. Each is empty, or holds a chunk that lookups find until the slot is given
+        to another key.
+    generations: u8, of the slots once they are given to keys.
     """
 
     slots: IntArray
@@ -366,10 +370,10 @@ class Reset(Message, frozen=True):
 
 
 class ResetDone(Message, frozen=True):
-    """Nothing that was in the namespace is found any more, by nobody and after no restart.
+    """Every chunk of the namespace was dropped: no lookup finds one, also after a restart.
 
     dropped: chunks whose slots are free, or will be soon.
-    deferred: chunks whose slots are free when the leases that pin them have ended.
+    deferred: chunks whose slots become free when the leases that pin them have ended.
     """
 
     dropped: Count
@@ -380,12 +384,13 @@ class ResetDone(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First request on a connection to a lane: which worker sends on it.
+    """First request on a connection to a lane: names the worker.
 
-    It ends the worker's connection before this one, with what was not read there, and stops the
-    jobs that came there. Answered when these have ended; one without a Done by then has failed.
+    It closes the worker's connection before this one, drops what was not read there, and stops that
+    connection's jobs. The reply comes when they have ended; a job without a Done by then has
+    failed.
 
-    token: of the LaneUp that named the lane.
+    token: of the lane's LaneUp.
     """
 
     token: LaneToken
@@ -394,10 +399,10 @@ class Join(Message, frozen=True):
 class Job(Message, frozen=True):
     """One rank's share of a store or a load.
 
-    job: its number; free again when its Done has come.
-    blocks: what it moves.
-    after: the timeline number that must be reached before memory is touched.
-    deadline_ms: from the job's arrival, in ms; one that has not ended by then ends as `timeout`.
+    job: its number; free again after its Done.
+    blocks: the blocks to copy, and their chunks.
+    after: the timeline number that must be reached before the lane touches the memory.
+    deadline_ms: from the job's arrival, in ms; afterwards it ends as `timeout`.
     """
 
     job: Count
@@ -409,9 +414,8 @@ class Job(Message, frozen=True):
 class Store(Job, frozen=True):
     """Copy the worker's blocks into the pool. Answered by Done.
 
-    word: the word of the control page that is this store's while it is under way; 0: none, and it
-    cannot be voided.
-    epoch: the number that stood there when the store was sent; with another one it is void.
+    word: the store's epoch word in the control page; 0: none, it cannot be voided.
+    epoch: the word's value when the store was sent; the store is void once it differs.
     """
 
     word: Annotated[int, Meta(ge=0, lt=EPOCH_WORDS)] = 0
@@ -421,21 +425,21 @@ class Store(Job, frozen=True):
 class Load(Job, frozen=True):
     """Copy chunks into the worker's blocks. Answered by Done.
 
-    progress: number of the control page's word where the lane says how many layers have arrived;
-    they are moved one after another then. 0: in any order, and nothing is said.
+    progress: number of the load's progress word in the control page: layers are copied one after
+    another, and the lane writes there how many have arrived. 0: none, layers in any order.
     """
 
     progress: Annotated[int, Meta(ge=0, le=PROGRESS_WORDS)] = 0
 
 
 class Done(Message, frozen=True):
-    """The job's end: nothing touches its blocks any more.
+    """A job has ended: nothing touches its blocks any more.
 
     job: its number.
     status: how it ended.
-    text: why it ended badly, for people.
-    bytes: moved by this rank.
-    copy_ns: time spent in copying, in ns.
+    text: why it was not OK; for people.
+    bytes: copied for this rank.
+    copy_ns: time spent copying, in ns.
     """
 
     job: Count
@@ -446,18 +450,18 @@ class Done(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop these jobs; each still ends with its own Done.
+    """Stop jobs; each still ends with its own Done.
 
-    jobs: their numbers; those that have ended are passed over.
+    jobs: their numbers; those of ended jobs are ignored.
     """
 
     jobs: JobIds
 
 
 class Wait(Message, frozen=True):
-    """Do these jobs first; answered when all of them have ended.
+    """Give these jobs priority; the reply comes when all of them have ended.
 
-    jobs: their numbers; those that have ended, or never came, are passed over.
+    jobs: their numbers; those of ended or unknown jobs are ignored.
     """
 
     jobs: JobIds
@@ -467,25 +471,23 @@ class Wait(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """It is done: memory is the worker's own again, jobs stop or have ended.
+    """The request is complete: memory is the worker's again, or jobs are stopping or have ended.
 
-    Done messages of the jobs that a Wait names were sent before this one; a job without a Done by
-    then has failed, and does not begin any more.
+    The Done messages of a Wait's jobs were sent before this one; a job without a Done by then has
+    failed, and will not begin.
     """
 
 
 class Lookups(Message, frozen=True):
-    """What a scheduler's session has looked up since it began, and what came of it.
-
-    Figures never fall.
+    """Totals of a scheduler's lookups since its session began; they never fall.
 
     chunks, hit_chunks: keys looked up in the directory, and those that were READY.
-    tokens, hit_tokens: prompt tokens asked for and found; None: not counted.
-    aborted_requests: that the engine gave up because a load had failed.
-    detached_tokens: of `tokens`, those asked for while no daemon served the engine.
+    tokens, hit_tokens: prompt tokens looked up and found; None: not counted.
+    aborted_requests: requests that the engine gave up because a load had failed.
+    detached_tokens: of `tokens`, those looked up while no daemon served the engine.
     hints: requests that came with a hint, or got one later.
-    hints_ignored: fields and actions of hints that are not known, or of no known version.
-    hints_cut: numbers of hints that were out of range and were cut.
+    hints_ignored: fields and actions of hints that are not known, or of an unknown version.
+    hints_cut: numbers in hints that were out of range and were clamped.
     """
 
     chunks: Count
@@ -500,13 +502,13 @@ class Lookups(Message, frozen=True):
 
 
 class KvEvents(Message, frozen=True):
-    """What a scheduler's engine has published as KV events since the session began.
+    """Totals of a scheduler's published KV events since its session began.
 
-    Figures but the lag never fall.
+    All but lag_us never fall.
 
-    published: changes of chunks that were published, stored and removed ones.
-    snapshots: how often it looked through a whole directory.
-    overruns: how often that was so because the ring of changes had overrun it.
+    published: changes of chunks that were published, stored and removed.
+    snapshots: scans of a whole directory.
+    overruns: scans because the ring of changes had overrun the reader.
     lag_us: the longest time from a change to its publication since the last report, in us.
     """
 
@@ -517,11 +519,11 @@ class KvEvents(Message, frozen=True):
 
 
 class Ping(Message, frozen=True, omit_defaults=True):
-    """Answered by the loop that serves every other request; carries figures from a scheduler.
+    """Check that the loop that serves all requests is alive; carries a scheduler's figures.
 
-    lookups: totals of a scheduler's session, for the daemon's figures; nil: none to tell.
-    kv_events: what it has published, if it publishes KV events; nil: none to tell.
-    prefill_ns: nanoseconds in which the engine computes a token of a prompt; nil: not known.
+    lookups: totals of the session, for the daemon's figures; nil: none.
+    kv_events: the same of its published KV events; nil: none.
+    prefill_ns: the engine's time to compute a token of a prompt, in ns; nil: not known.
     """
 
     lookups: Lookups | None = None
@@ -530,7 +532,7 @@ class Ping(Message, frozen=True, omit_defaults=True):
 
 
 class Pong(Message, frozen=True):
-    """Alive.
+    """The loop is alive.
 
     pid: of the process that answers.
     """
@@ -552,7 +554,7 @@ class StatusReport(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """A request that was not served; with request id 0, why the daemon ends the connection.
+    """The request was not served; with request id 0: why the daemon closes the connection.
 
     code: for programs.
     text: for people; its wording may change.
@@ -563,7 +565,7 @@ class Error(Message, frozen=True):
 
     @classmethod
     def of(cls, code: ErrorCode, text: str) -> "Error":
-        """With a text that may quote what it was given: it is cut to what a message may hold."""
+        """Return an error with `text` cut to the length that a message allows."""
         return cls(code=code, text=text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}...")
 
 
@@ -571,14 +573,14 @@ class Error(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """No new stores from now on, until Resume. Of sessions of kind `tool` only, as all these."""
+    """Refuse new stores until Resume. For sessions of kind `tool`, as all operations."""
 
 
 class Drained(Message, frozen=True):
-    """Stores are refused. So many chunks of earlier stores, and leases, are still in flight.
+    """The daemon refuses stores from now on.
 
-    stores: chunks that are still being written.
-    leases: leases that are still held.
+    stores: chunks of earlier stores that are still being written.
+    leases: leases that have not ended.
     """
 
     stores: Count
@@ -586,24 +588,24 @@ class Drained(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Take new stores again; a daemon that stops stays as it is."""
+    """Accept new stores again; no effect on a daemon that is stopping."""
 
 
 class Resumed(Message, frozen=True):
-    """Stores are taken.
+    """The daemon accepts stores.
 
-    was_draining: false where nothing had to change.
+    was_draining: false: it accepted them before.
     """
 
     was_draining: bool
 
 
 class Clear(Message, frozen=True):
-    """Drop the chunks of a namespace, or of all: every one, or those that were of no use for long.
+    """Drop the chunks of one namespace or of all: every chunk, or those not used for some time.
 
     namespace: its id; nil: all.
-    unused_seconds: since a chunk was last of use; pinned ones are in use and stay. nil: every
-    chunk; pinned ones go when their leases end.
+    unused_seconds: drop chunks not used for so long; pinned ones stay. nil: drop every chunk;
+    pinned ones go when their leases end.
     """
 
     namespace: NamespaceId | None = None
@@ -614,8 +616,8 @@ class Cleared(Message, frozen=True):
     """What a Clear dropped.
 
     chunks: dropped now.
-    bytes: of the pool that they had.
-    deferred: chunks that nobody finds any more and that go when their leases end.
+    bytes: of the pool that these chunks had.
+    deferred: chunks that lookups miss from now on and that go when their leases end.
     """
 
     chunks: Count
@@ -624,15 +626,15 @@ class Cleared(Message, frozen=True):
 
 
 class Check(Message, frozen=True):
-    """Look whether all that the broker believes fits together; nothing is changed."""
+    """Check that the broker's tables are consistent; changes nothing."""
 
 
 class Checked(Message, frozen=True):
-    """What was found.
+    """The result of a Check.
 
     violation: the first contradiction; empty: none.
-    chunks: that were looked at.
-    whole: whether all of it was looked at in one moment.
+    chunks: the number that was checked.
+    whole: all tables were checked at one moment.
     """
 
     violation: Text
@@ -641,10 +643,10 @@ class Checked(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Ask what became of a chunk; nothing is changed.
+    """Ask what became of a chunk; changes nothing.
 
     key: the chunk's.
-    namespace: where it is looked for; nil: everywhere.
+    namespace: the id of the namespace to search; nil: all.
     """
 
     key: Key
@@ -656,13 +658,13 @@ class ChunkFate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     namespace: its id.
     model: its model's name.
-    reason: why the chunk would be missed, as in `counters.missed` of docs/status.md; `ready`: it
-        would be found.
-    slot: where it is; nil: not in memory.
-    used_ms: since it was last used; nil: not in memory, or not READY.
+    reason: why a lookup would miss the chunk, as in `counters.missed` of docs/status.md; `ready`:
+        it would find it.
+    slot: the chunk's; nil: not in memory.
+    used_ms: since its last use; nil: not in memory, or not READY.
     gone_ms: since it left memory, or was not stored; nil: not known.
-    requests: finished ones that had it when it left, 3 for more.
-    tiers: that are known to have it.
+    requests: the number of finished requests that had used it when it left, 3 for more.
+    tiers: that are known to hold it.
     """
 
     namespace: NamespaceId
@@ -678,7 +680,7 @@ class ChunkFate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Explained(Message, frozen=True):
     """What became of the chunk.
 
-    chunks: one for each namespace that was asked.
+    chunks: one item for each namespace that was searched.
     """
 
     chunks: Annotated[tuple[ChunkFate, ...], Meta(max_length=MAX_ARRAY_ITEMS)]
@@ -688,16 +690,16 @@ class Explained(Message, frozen=True):
 
 
 class ReloadConfig(Message, frozen=True):
-    """Read the configuration again. Of sessions of kind `tool` only, as ShowConfig."""
+    """Read the configuration again. For sessions of kind `tool`, as ShowConfig."""
 
 
 class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A setting that differs from what held.
+    """A setting whose value has changed.
 
     key: the setting's name.
     old, new: its values, as text.
     origin: where the new value comes from.
-    live: false where it waits for a restart.
+    live: false: it takes effect with the next restart.
     """
 
     key: Name
@@ -710,8 +712,8 @@ class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class ConfigReloaded(Message, frozen=True):
     """The configuration was read.
 
-    file: that was read; empty: none.
-    changes: settings that differ from what held.
+    file: its path; empty: none.
+    changes: settings whose values have changed.
     warnings: for people.
     """
 
@@ -721,7 +723,7 @@ class ConfigReloaded(Message, frozen=True):
 
 
 class ShowConfig(Message, frozen=True):
-    """Ask for the settings that the daemon runs with."""
+    """Ask for the daemon's settings."""
 
 
 class ConfigShown(Message, frozen=True):
@@ -739,9 +741,9 @@ class ConfigShown(Message, frozen=True):
 class TierInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier below the pool.
 
-    name: as the operator calls it, such as `disk`.
+    name: from the settings, such as `disk`.
     medium: `disk`, `remote` or `memory`.
-    shared: others put there, too, so that what it holds is known only by asking.
+    shared: other daemons put chunks there, too, so only the tier itself knows what it holds.
     """
 
     name: Name
@@ -750,20 +752,20 @@ class TierInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Attached(Message, frozen=True):
-    """Broker to every session of an engine whose ranks are all registered and served by lanes.
+    """To each session of an engine when all its ranks are registered and served by lanes.
 
-    Carries one to three descriptors. The first one of every session reads the namespace's
-    directory. A scheduler gets two more: where `description_bytes` is above 0 one that reads the
-    namespace's descriptions; then the read end of a pipe, non-blocking, where a byte comes each
-    time that chunks which this engine stored became READY. A daemon that has no descriptor left
-    sends no pipe.
+    Carries one to three descriptors. The first, for every session, reads the namespace's
+    directory. A scheduler gets two more: if `description_bytes` is above 0, one that reads the
+    namespace's descriptions; then the read end of a non-blocking pipe, where a byte arrives each
+    time that chunks of this engine have become READY. A daemon at its limit of open files sends no
+    pipe.
 
     namespace: its id, 16 bytes.
     world_size: as registered.
-    bytes_per_chunk: that a chunk takes in the pool, all ranks' shares together.
-    num_chunks: that the namespace can hold at most; slots are numbered below it.
+    bytes_per_chunk: of a chunk in the pool, all ranks' shares together.
+    num_chunks: the most that the namespace can hold; slots are numbered below it.
     reuse_threshold: a scheduler gives a key a slot when it is offered for the n-th time.
-    description_bytes: that a description may have to be kept; 0: none is.
+    description_bytes: the longest description that is kept; 0: none is.
     tiers: in the order in which they are asked: tier i is bit i and status i in the directory.
         Empty in a temporary namespace.
     """
@@ -778,7 +780,7 @@ class Attached(Message, frozen=True):
 
 
 class Detached(Message, frozen=True):
-    """A rank has left, or a lane is gone: nothing can be loaded or stored until the next Attached.
+    """A rank has left, or a lane has ended: no loads or stores until the next Attached.
 
     reason: for people.
     """
@@ -787,11 +789,11 @@ class Detached(Message, frozen=True):
 
 
 class LaneUp(Message, frozen=True):
-    """A lane has mapped the worker's memory; carries its lifeline (EOF there = it is dead).
+    """A lane has mapped the worker's memory; carries its lifeline, whose EOF means that it is dead.
 
-    device: as it was registered.
-    incarnation: one more with every new lane process of the device.
-    endpoint: where jobs go, `ipc://` and a path.
+    device: as registered.
+    incarnation: one more for every new lane process of the device.
+    endpoint: where to connect for jobs, `ipc://` and a path.
     token: for Join.
     """
 

@@ -1,18 +1,18 @@
-"""The tier table: which chunks lie in tiers below the pool. It lies in the directory's file.
+"""The tier table: which chunks lie in tiers below the pool. A part of the directory's file.
 
-docs/protocol.md has its format. It is a hash table with linear probing and entries of 72 bytes.
-Homes are the places below the capacity; a run of entries that begins near the last home goes on
-behind it instead of going round. Deletion shifts entries back, so they move to lower places only,
-and who looks at the places from the last to the first misses none that stays.
+A hash table with linear probing and entries of 72 bytes; docs/protocol.md has the format. Homes
+are the places below the capacity; probing from the last homes continues behind them instead of
+wrapping around. Deletion shifts entries back, so entries only move to lower places: a scan from the
+last place to the first misses no entry that stays.
 
-The broker writes alone, and a reader needs no lock. The first word of an entry has state, tiers,
-key length and hash; it is cleared while the rest is written, and written last. A reader compares
-the whole key and then looks whether the word is still the same. So it never takes one key for
-another, and may miss a key that is there while the writer moves it. What it finds is a hint: only
-the tier itself knows what it has.
+Only the broker writes; readers take no lock. The first word of an entry has state, tiers, key
+length and hash. The writer clears it before it writes the other words, and writes it last. A reader
+compares the whole key and then checks that the word has not changed, so it never mistakes one key
+for another; it may miss a key while the writer moves its entry. A result is a hint: only the tier
+knows what it holds.
 
-An entry counts while its epoch is the table's. A reset raises that, so everything is a miss at
-once; the entries go piece by piece afterwards.
+An entry is valid while its epoch is the table's. A reset raises the table's epoch, so all entries
+are misses at once; they are removed piece by piece afterwards.
 """
 
 import struct
@@ -31,31 +31,30 @@ MAX_TIERS = 4
 MIN_TIER_ENTRIES, MAX_TIER_ENTRIES = 2**16, 2**22
 UNKNOWN_ENTRIES = 2**20
 ABSENT_MS = 2000
-"""For so long nobody asks a shared tier again for what it did not have."""
+"""For so long a shared tier is not asked again for a chunk that it did not have."""
 
 EPOCH_AT = 256  # in the header page: the table's epoch
-STATUS_AT = 320  # and what is known of tier 0
+STATUS_AT = 320  # in the header page: the health of tier 0
 STATUS_STRIDE = 64
 WORDS = ENTRY_BYTES // 8
 
 EMPTY, HELD, ABSENT, BUSY = range(4)
-"""States of an entry: nothing; tiers hold the chunk; no tier has it; being written."""
+"""States of an entry: none; tiers hold the chunk; no tier holds it; being written."""
 
 SAME = 0xFFFF_FFFF_FFFF_0000
-"""What of the first word is hash and key length."""
+"""The bits of the first word that are hash and key length."""
 
 BODY = struct.Struct(f"<IIHHH2x{KEY_BYTES}s")
 """An entry after its first word: epoch, time, first block, count, group, key."""
 
-# By key length: the same, read in one call.
+# By key length: reads the same fields in one call.
 BODY_READERS = tuple(struct.Struct(f"<IIHHH2x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 
 class TierEntry(msgspec.Struct, frozen=True, gc=False):
-    """Where a chunk lies: bit i of `tiers` is set where tier i holds it.
+    """Which tiers hold a chunk, and which of its blocks: bit i of `tiers` stands for tier i.
 
-    No bit: the tiers that could be asked do not have it. The blocks are those of the chunk that
-    hold bytes.
+    `tiers` 0: the shared tiers were asked a moment ago, and none holds it.
     """
 
     tiers: int
@@ -65,13 +64,13 @@ class TierEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierHealth(NamedTuple):
-    """What is known of a tier.
+    """Whether a tier works, and how fast it promotes.
 
     Attributes:
-        usable: it takes orders, and does what it is told in time.
-        latency_us: a promotion's time without that of its bytes, in microseconds; a median.
-        bytes_per_second: of promotions; 0 while nobody knows.
-        queued_bytes: of promotions that are on their way.
+        usable: it accepts orders and completes them in time.
+        latency_us: median time of a promotion without the transfer of its bytes, in microseconds.
+        bytes_per_second: of promotions; 0: not known yet.
+        queued_bytes: of promotions under way.
     """
 
     usable: bool
@@ -81,25 +80,25 @@ class TierHealth(NamedTuple):
 
 
 def tier_table_capacity(chunks: int | None) -> int:
-    """The capacity of a table for so many chunks; None: nobody knows how many.
+    """Return the capacity of a table for `chunks` chunks; None: the number is not known.
 
-    A power of two, within the bounds, at a load of 0.75 or less.
+    A power of two within bounds, for a load of 0.75 or less.
     """
     if chunks is None:
         return UNKNOWN_ENTRIES
-    wanted = 1 << (-(-chunks * 4 // 3) - 1).bit_length()
-    return min(max(wanted, MIN_TIER_ENTRIES), MAX_TIER_ENTRIES)
+    capacity = 1 << (-(-chunks * 4 // 3) - 1).bit_length()
+    return min(max(capacity, MIN_TIER_ENTRIES), MAX_TIER_ENTRIES)
 
 
 class TierTableView:
-    """A tier table to look things up in. Never writes; sans-I/O.
+    """Looks chunks up in a tier table. Never writes; no I/O.
 
     Args:
         whole: the directory.
         offset: bytes from its start to place 0.
         capacity: homes, a power of two.
-        limit: places after a key's home, with it, where its entry may be.
-        num_tiers: that the daemon has, 1 to 4.
+        limit: a key's entry is at one of `limit` places from its home on.
+        num_tiers: of the daemon, 1 to 4.
 
     Raises:
         DirectoryError: these figures contradict each other.
@@ -122,10 +121,7 @@ class TierTableView:
         self._status = whole[STATUS_AT:end].cast("Q")
 
     def find(self, key: bytes) -> TierEntry | None:
-        """Where a chunk lies below the pool; None: in no tier, as far as is known.
-
-        A place without tiers: a shared tier was asked a moment ago, and none has it.
-        """
+        """Return which tiers hold a chunk; None: none, as far as is known."""
         size = len(key)
         if not 0 < size <= KEY_BYTES:
             return None
@@ -135,8 +131,9 @@ class TierTableView:
         end = at + self._limit * WORDS
         while at < end and (word := words[at]):
             if word & SAME == same:
-                epoch, time, first, count, group, name = BODY_READERS[size](self._bytes, at * 8 + 8)
-                if name == key and epoch == self._epoch[0] and words[at] == word:
+                body = BODY_READERS[size](self._bytes, at * 8 + 8)
+                epoch, time, first, count, group, stored = body
+                if stored == key and epoch == self._epoch[0] and words[at] == word:
                     if word & 0xFF == HELD:
                         return TierEntry(word >> 8 & 0xFF, first, count, group)
                     age = (monotonic_ns() // 1_000_000 - time) & 0xFFFF_FFFF
@@ -145,10 +142,10 @@ class TierTableView:
         return None
 
     def health(self, tier: int) -> TierHealth:
-        """What is known of a tier.
+        """Return the health of a tier.
 
         Raises:
-            IndexError: there is none of this number.
+            IndexError: `tier` is out of range.
         """
         if not 0 <= tier < self.num_tiers:
             raise IndexError(f"tier {tier} of {self.num_tiers}")
@@ -157,25 +154,26 @@ class TierTableView:
         return TierHealth(bool(usable), latency, rate, queued)
 
     def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
-        """The chunks that tiers hold with entries at the places from `begin` up to `end`.
+        """Return keys and entries of the chunks that tiers hold, at places `begin` to `end - 1`.
 
-        To see all of a table that is written meanwhile, go from its last places to its first: then
-        none is missed that stays, and one may be seen twice.
+        To scan a whole table while it is written, go from the last places to the first: then no
+        entry that stays is missed, and one may be seen twice.
         """
-        epoch, words, found = self._epoch[0], self._words, []
+        epoch, words, chunks = self._epoch[0], self._words, []
         read, states = BODY.unpack_from, np.frombuffer(self._bytes, np.uint8)[::ENTRY_BYTES]
-        # Between its home and an entry no place is ever empty, so none moves to what is empty now.
+        # No place between an entry and its home is ever empty, so no entry moves to a place that
+        # is empty now.
         for place in np.flatnonzero(states[begin:end])[::-1].tolist():
             at = (begin + place) * WORDS
             word = words[at]
             entry_epoch, _, first, count, group, key = read(self._bytes, at * 8 + 8)
             if word & 0xFF == HELD and entry_epoch == epoch and words[at] == word:
-                place_ = TierEntry(word >> 8 & 0xFF, first, count, group)
-                found.append((key[: word >> 16 & 0xFF], place_))
-        return found
+                entry = TierEntry(word >> 8 & 0xFF, first, count, group)
+                chunks.append((key[: word >> 16 & 0xFF], entry))
+        return chunks
 
     def close(self) -> None:
-        """Let go of the buffer. Nothing works afterwards."""
+        """Release the buffer. Nothing works afterwards."""
         self._words.release()
         self._bytes.release()
         self._epoch.release()
@@ -183,5 +181,5 @@ class TierTableView:
 
 
 def table_places(capacity: int, limit: int) -> int:
-    """Entries that a table has room for: behind the last home a run may go on."""
+    """Return the number of places of a table: its homes, and `limit` behind the last one."""
     return capacity + limit if capacity else 0

@@ -366,7 +366,7 @@ def test_a_check_looks_at_what_tiers_hold() -> None:
         found = replies(bench.broker.background.work())
     (reply,) = [each.message for each in found]
     assert isinstance(reply, Checked)
-    assert f"the entry at place {place} has tiers 2" in reply.violation
+    assert "has tiers=2" in reply.violation
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru"])

@@ -100,7 +100,7 @@ def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     broker.reloading.sighup()
     broker.reloading.begin()
     broker.reloading.finish(read())
-    assert not broker.reloading.loaded.waiting
+    assert not broker.reloading.loaded.pending_restart
 
 
 def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
@@ -155,4 +155,4 @@ def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
     for key, known in SETTINGS.items():
         wanted = getattr(last if known.live else START, key)
         assert getattr(present.settings, key) == wanted
-        assert (key in present.waiting) == (getattr(last, key) != wanted)
+        assert (key in present.pending_restart) == (getattr(last, key) != wanted)

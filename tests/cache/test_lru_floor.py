@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import PARTS, AdaptivePolicy, LruContents, LruFloor
+from kvd.cache.adaptive import NUM_INTERVALS, AdaptivePolicy, LruContents, LruFloor
 from kvd.cache.ghosts import Ghosts
 from kvd.errors import IntegrityError
 
@@ -36,9 +36,9 @@ def test_a_large_pool_takes_few_parts() -> None:
     for turn in range(2 * slots):
         contents.touch(None, 1, float(turn))
         contents.shrink(slots)
-    assert len(contents._begins) <= 2 * PARTS
-    assert contents.touch(1.0 * slots - 2 * slots / PARTS, 1, 2.0 * slots) == 0
-    assert contents.touch(1.0 * slots + 2 * slots / PARTS, 1, 2.0 * slots) == 1
+    assert len(contents._begins) <= 2 * NUM_INTERVALS
+    assert contents.touch(1.0 * slots - 2 * slots / NUM_INTERVALS, 1, 2.0 * slots) == 0
+    assert contents.touch(1.0 * slots + 2 * slots / NUM_INTERVALS, 1, 2.0 * slots) == 1
 
 
 def test_chunks_that_are_touched_again_and_again_take_few_parts() -> None:
@@ -50,7 +50,7 @@ def test_chunks_that_are_touched_again_and_again_take_few_parts() -> None:
         assert contents.touch(last, 8, float(turn)) == 8
         contents.touch(0.0, 1, turn + 0.5)
         contents.shrink(slots)
-        assert len(contents._begins) <= 2 * PARTS
+        assert len(contents._begins) <= 2 * NUM_INTERVALS
     contents.check_integrity()
 
 
@@ -92,11 +92,13 @@ def test_at_first_lru_decides() -> None:
 def test_where_lru_would_find_more_it_decides() -> None:
     """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
     requests = Requests(LruFloor(0))
-    first, again, second, at_last = requests.serve(70 + 5 * LruFloor.rest, policy=4, lru=5)
+    first, again, second, at_last = requests.serve(
+        70 + 5 * LruFloor.min_lru_requests, policy=4, lru=5
+    )
     assert 30 <= first <= 33
-    assert again - first == LruFloor.rest
+    assert again - first == LruFloor.min_lru_requests
     assert 30 <= second - again <= 33
-    assert at_last - second == 4 * LruFloor.rest
+    assert at_last - second == 4 * LruFloor.min_lru_requests
 
 
 def test_a_small_lead_of_lru_is_borne() -> None:
@@ -110,10 +112,10 @@ def test_a_small_lead_of_lru_is_borne() -> None:
 def test_what_has_held_for_long_is_tried_again_soon() -> None:
     """After four windows without a loss LRU decides as shortly as the first time."""
     requests = Requests(LruFloor(0))
-    first, again = requests.serve(33 + LruFloor.rest, policy=4, lru=5)[:2]
+    first, again = requests.serve(33 + LruFloor.min_lru_requests, policy=4, lru=5)[:2]
     assert requests.serve(5 * LruFloor.window, policy=6, lru=5) == []
-    second, at_last = requests.serve(1000 + LruFloor.rest, policy=2, lru=5)[:2]
-    assert again - first == at_last - second == LruFloor.rest
+    second, at_last = requests.serve(1000 + LruFloor.min_lru_requests, policy=2, lru=5)[:2]
+    assert again - first == at_last - second == LruFloor.min_lru_requests
 
 
 def test_a_count_that_cannot_be_is_noticed() -> None:
@@ -148,4 +150,4 @@ def test_chunks_of_before_a_restart_lead_nowhere() -> None:
     policy = EarlyPolicy(8, b"%d".__mod__, Ghosts(16))
     policy.restore(np.arange(6), np.zeros(6))
     policy.use_all(range(6), 1.0)
-    assert "leads by 0 of" in repr(policy._floor)
+    assert policy._floor._lead == 0

@@ -211,7 +211,7 @@ class Model:
     def protected_bytes(self, namespaces: Namespaces) -> int:
         """What it holds of its floor."""
         group = namespaces.pool.quotas.of(self.table.space)
-        return min(group.floor, group.held) if group is not None else 0
+        return min(group.floor, group.num_extents) if group is not None else 0
 
     def forget_yielded(self) -> None:
         """Columns went to another namespace, or for a cap: chunks and loans there end."""

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from kvd.cache import tier_table
 from kvd.cache.directory import DirectoryWriter
-from kvd.cache.tier_table import MOST_ABSENT, TierTable
+from kvd.cache.tier_table import MAX_ABSENT, TierTable
 from kvd.errors import IntegrityError
 from kvd_proto.directory import DirectoryHeader, DirectoryView
 from kvd_proto.errors import DirectoryError
@@ -197,7 +197,7 @@ def test_what_a_tier_finds_at_its_start_is_noted_at_once() -> None:
 def test_of_what_no_tier_has_the_oldest_is_forgotten() -> None:
     """Only so many are known."""
     table, view = make(2**13)
-    keys = [b"%d" % number for number in range(MOST_ABSENT + 2)]
+    keys = [b"%d" % number for number in range(MAX_ABSENT + 2)]
     for key in (*keys[:2], keys[0], *keys[2:]):
         table.mark_absent(key, monotonic())
     known = [key for key in keys if view.find(key) is not None]
@@ -571,7 +571,7 @@ class TierTableMachine(RuleBasedStateMachine):
 @pytest.mark.hypothesis
 def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens, all is found where it was put, and a reader never sees another's place."""
-    monkeypatch.setattr(tier_table, "MOST_ABSENT", 3)
-    monkeypatch.setattr(tier_table, "LOOKED_AT", 5)
+    monkeypatch.setattr(tier_table, "MAX_ABSENT", 3)
+    monkeypatch.setattr(tier_table, "SCANNED_AT_ONCE", 5)
     monkeypatch.setattr(tier_table, "SWEPT_AT_ONCE", 2)
     run_state_machine_as_test(TierTableMachine, settings=settings(stateful_step_count=60))

@@ -83,7 +83,7 @@ def test_a_tool_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Without the tools' distribution one sentence names it, exit status 1."""
-    monkeypatch.setattr("kvd.cli._of_others", list)
+    monkeypatch.setattr("kvd.cli._foreign_commands", list)
     result = CliRunner().invoke(cli, [name])
     assert result.exit_code == 1
     assert result.stderr == (

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.logs import (
-    MOST_A_MINUTE,
-    MOST_LINES,
+    MAX_PER_MINUTE,
+    MAX_QUEUED_LINES,
     WINDOW_SECONDS,
-    Limiter,
     LineFormatter,
     QueuedHandler,
+    RateLimiter,
     safe_repr,
     safe_traceback,
 )
@@ -49,7 +49,7 @@ def traced() -> logging.LogRecord:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that is closed waits for its thread however long that takes."""
-    monkeypatch.setattr("kvd.logs._LAST_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
     gaps: list[float], kinds: int
 ) -> None:
     """Lines written and lines told of as left out are all lines there were."""
-    limiter, now, written = Limiter(), 0.0, []
+    limiter, now, written = RateLimiter(), 0.0, []
     for index, gap in enumerate(gaps):
         now += gap / 10
         written += [
             (now, line) for line in limiter.admits(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
-    written += [(now, line) for line in limiter.due(float("inf"))]
+    written += [(now, line) for line in limiter.expire(float("inf"))]
     told = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
     plain = [(at, line) for at, line in written if not str(line.msg).startswith("left out")]
     left_out = sum(int(line.getMessage().split()[2]) for _, line in told)
@@ -137,21 +137,21 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
         for begin in times:
             # A window may begin anywhere, so two of them may touch any minute.
             inside = [at for at in times if begin <= at < begin + WINDOW_SECONDS]
-            assert len(inside) <= 2 * MOST_A_MINUTE
+            assert len(inside) <= 2 * MAX_PER_MINUTE
 
 
 def test_engines_with_ever_new_names_are_one_kind() -> None:
     """Texts of the core are complete already: numbers and the engine's name do not count."""
-    limiter = Limiter()
+    limiter = RateLimiter()
     lines = [
         line
-        for index in range(MOST_A_MINUTE + 70)
+        for index in range(MAX_PER_MINUTE + 70)
         for line in limiter.admits(
             record(f"engine evil-{index} rank {index} is here", engine=f"evil-{index}"), 1.0
         )
     ]
-    assert len(lines) == MOST_A_MINUTE
-    (last,) = limiter.due(1.0 + WINDOW_SECONDS)
+    assert len(lines) == MAX_PER_MINUTE
+    (last,) = limiter.expire(1.0 + WINDOW_SECONDS)
     assert last.getMessage() == "left out 70 more lines like: engine evil-0 rank 0 is here"
 
 
@@ -170,13 +170,13 @@ def test_lines_arrive_whole_and_in_order_also_bad_ones(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("wb") as file:
         handler = handler_to(file.fileno())
-        for number in range(MOST_A_MINUTE):
+        for number in range(MAX_PER_MINUTE):
             handler.handle(record("%d", number))
         handler.handle(record("%d chunks", "many"))
         handler.handle(record("surrogate \ud800"))
         handler.close()
     *lines, bad, surrogate = path.read_text().splitlines()
-    assert lines == [str(number) for number in range(MOST_A_MINUTE)]
+    assert lines == [str(number) for number in range(MAX_PER_MINUTE)]
     assert "%d chunks" in bad
     assert "ud800" in surrogate
 
@@ -185,10 +185,10 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
-    monkeypatch.setattr("kvd.logs.MOST_A_MINUTE", 10 * MOST_LINES)
+    monkeypatch.setattr("kvd.logs.MAX_PER_MINUTE", 10 * MAX_QUEUED_LINES)
     read, write = pipe
     handler = handler_to(write.fileno())
-    total = 3 * MOST_LINES
+    total = 3 * MAX_QUEUED_LINES
     for number in range(total):
         handler.handle(record("line %05d", number))
     text = bytearray()
@@ -219,7 +219,7 @@ def test_a_descriptor_that_takes_nothing_hurts_nobody(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full, path.open("wb") as file:
         handler = handler_to(full.fileno())
         handler.handle(record("one"))
-        eventually(lambda: handler._failed == 1)
+        eventually(lambda: handler._num_failed == 1)
         os.dup2(file.fileno(), full.fileno())
         handler.handle(record("two"))
         handler.close()

@@ -155,7 +155,7 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
         ("[quota.llama]\n", "llama: nothing is neither floor nor cap"),
         (
             'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "60%"\n[quota.b]\nfloor = "600MiB"\n',
-            "the floors of a, b are 1.19 GiB together, the pool has 1 GiB",
+            "the floors of a, b add up to 1.19 GiB, the pool has 1 GiB",
         ),
         (
             'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "50%"\ncap = "5MiB"\n',
@@ -198,7 +198,7 @@ def test_tiers_are_a_list_in_the_file_and_stand_side_by_side_elsewhere(file: Pat
     [
         ('tier = ["disk"]', "'disk' is no tier; give NAME:TARGET"),
         ('tier = ["disk:/a,keep=some"]', "keep=some is none of asked, all, never"),
-        ('tier = ["disk:/a", "disk:/a,size=1GiB"]', "is there twice"),
+        ('tier = ["disk:/a", "disk:/a,size=1GiB"]', "is given twice"),
         ('tier = ["a:", "b:", "c:", "d:", "e:"]', "5 tiers; at most 4"),
         ('tier = "disk:/a"', "needs a list of"),
         ('tier = ["disk:/a,size=much"]', "size=much"),

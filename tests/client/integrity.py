@@ -17,7 +17,7 @@ def check_reader(reader: ChangeReader) -> None:
     """No chunk is published twice or half, no snapshot is of nothing, the ring is ahead."""
     for published in (reader._memory, reader._tiers):
         assert len(published_in(published)) == len(published)
-        assert not published.before
+        assert not published.touched
         assert b"" not in published_in(published)
         assert reader._directory is not None or published.snapshot_at is None
     assert reader._directory is None or reader._position <= reader._directory.changes.head

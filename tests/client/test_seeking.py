@@ -16,7 +16,7 @@ from kvd_client import (
     UsageError,
 )
 from kvd_client import decisions as module
-from kvd_client.decisions import RESEND_SECONDS, PromotionRequests
+from kvd_client.decisions import RESEND_SECONDS, SchedulerTiers
 from kvd_proto.messages import MAX_KEYS, Detached, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
@@ -226,10 +226,10 @@ def test_only_so_many_keys_are_remembered(
     """The oldest are forgotten first; those of one call are told of all the same."""
     monkeypatch.setattr(module, "MAX_SENT_KEYS", 3)
     assert daemon.directory is not None
-    requests = PromotionRequests(daemon.directory, table, (DISK,))
-    assert requests.take_unsent([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
-    assert requests.take_unsent([b"a", b"d"], 1.0) == [b"a"]
-    assert requests.take_unsent([b"b"], 1.0) == [b"b"]
+    tiers = SchedulerTiers(daemon.directory, table, (DISK,))
+    assert tiers.take_unsent([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
+    assert tiers.take_unsent([b"a", b"d"], 1.0) == [b"a"]
+    assert tiers.take_unsent([b"b"], 1.0) == [b"b"]
 
 
 def test_more_than_a_message_holds_is_left_for_the_next_step(

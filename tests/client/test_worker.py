@@ -634,7 +634,7 @@ def test_close_ends_the_waiting_of_other_threads(runtime_dir: Path) -> None:
 def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
     """Arrays that do not fit each other are the caller's mistake, named with figures."""
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"block_ids": [3, 4]}, "sum to 3, but 2 block_ids"),
+        ({"block_ids": [3, 4]}, "sum to 3, but there are 2 block_ids"),
         ({"block_ids": [0, 4, 5]}, "all places of chunk 0 of the job are left out"),
         ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 0\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),

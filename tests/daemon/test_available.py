@@ -218,7 +218,11 @@ def test_no_remedy_needs_more_than_the_machine_has(
         (limits(), None, []),
         (limits(), 2 * GIB, []),
         (limits(), 100 * 2**40, ["reserve = 100 TiB leaves nothing", "19 GiB"]),
-        (limits(replace(SHM, kind="ext4")), None, ["is on ext4 at /dev/shm, which is no memory"]),
+        (
+            limits(replace(SHM, kind="ext4")),
+            None,
+            ["is on ext4 at /dev/shm, which is not in memory"],
+        ),
         (limits(HUGE), None, []),
     ],
 )

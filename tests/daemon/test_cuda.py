@@ -164,50 +164,6 @@ def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
         assert host.load(keys) == (4, 0)
 
 
-def test_a_store_reads_when_the_stream_is_there_and_not_before(shared: CudaEngine) -> None:
-    """Kernels that still run when the store is submitted are waited for, by nobody on the host."""
-    keys = keys_of("late", 3)
-    blocks = blocks_of(keys, 1)
-    ticket = shared.begin(keys)
-    for rank in shared.ranks.values():
-        rank.ask("poison", blocks)
-        rank.ask("switch", "hold=kernels")
-        rank.ask("compute", COMPUTED, blocks)
-    job = shared.submit("store", ticket, blocks)
-    for rank in shared.ranks.values():
-        select.select([], [], [], 0.1)  # time to read what is not there yet
-        assert rank.ask("finished") == []
-        rank.ask("switch", "hold=")
-    assert shared.succeeded(job)
-    shared.scheduler.complete_store(keys)
-    shared.wait_hit(keys)
-    assert shared.load(keys) > 0  # not the keys' content, but
-    for rank in shared.ranks.values():
-        assert rank.ask("values", blocks_of(keys, 33)) == {COMPUTED}
-
-
-def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> None:
-    """Preemption: after `wait` the blocks may be overwritten, and the store never is a hit."""
-    keys = keys_of("void", 2)
-    blocks = blocks_of(keys, 1)
-    ticket = shared.begin(keys)
-    for rank in shared.ranks.values():
-        rank.ask("switch", "hold=kernels")
-        rank.ask("compute", COMPUTED, blocks)
-    job = shared.submit("store", ticket, blocks)
-    for rank in shared.ranks.values():
-        assert not rank.ask("worker.wait", [job], 0.2)
-        rank.ask("switch", "hold=")
-        assert not rank.ask("result", job).success
-
-    def found() -> set[LookupResult]:
-        answers = set(shared.scheduler.lookup_many(keys))
-        assert LookupResult.HIT not in answers
-        return answers
-
-    eventually(found, {LookupResult.MISS}.__eq__)  # the lane tells the broker later
-
-
 def test_a_worker_killed_in_a_copy_costs_nobody_else(
     engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
@@ -285,22 +241,6 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
 
 
-def test_memory_that_cannot_be_closed_does_not_end_the_lane(
-    engine: CudaEngine, daemon: Daemon, lanes: Lanes
-) -> None:
-    """The mapping stays until the lane ends; the rank that replaces the lost one is served."""
-    keys = keys_of("kept", 4)
-    engine.store(keys)
-    pid = lane_of(daemon)["pid"]
-    for code in ("719~", "99999"):
-        lanes.switch(f"fail=cuIpcCloseMemHandle:1:{code}")
-        engine.ranks[1].kill()
-        wait_lane(daemon, workers=1)
-        engine.replace(1)
-        assert engine.load(keys) == 0
-    assert lane_of(daemon)["pid"] == pid
-
-
 def test_a_handle_that_the_driver_refuses_costs_its_own_engine_alone(
     engine: CudaEngine, daemon: Daemon
 ) -> None:
@@ -333,22 +273,6 @@ def test_memory_that_ends_two_lanes_is_refused(engine: CudaEngine, daemon: Daemo
     assert lane["counters"]["restarts"] == 2
     engine.wait_attached()
     assert engine.load(keys) == 0
-
-
-def test_the_pool_is_pinned_for_complete_engines_and_unpinned_at_the_end(lanes: Lanes) -> None:
-    """Not for a rank whose engine lacks another; and no process ends with a part of it pinned."""
-    daemon = lanes.start(cpu_bytes=str(POOL))
-    with CudaEngine(daemon.runtime_dir) as engine:
-        engine.ranks[0].ask("register")
-        assert wait_lane(daemon, workers=1)["pinned_bytes"] == 0
-        assert calls(lanes.log).count("cuMemHostRegister") == 1  # the lane's trial of batches
-        engine.ranks[1].ask("register")
-        engine.wait_attached()
-        wait_lane(daemon, pinned_bytes=POOL, usable_bytes=POOL)
-        daemon.stop()
-        made = calls(lanes.log)
-        assert made.count("cuMemHostUnregister") == made.count("cuMemHostRegister") == 3
-        assert "@pinned-at-exit" not in made
 
 
 def test_one_lane_pins_at_a_time(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,33 +327,6 @@ def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
         host.store(keys)
         wait_hit(host, keys)
         assert host.load(keys) == (3, 0)
-
-
-def test_chunks_outlive_the_daemon_that_pinned_them(lanes: Lanes) -> None:
-    """Killed while a store copies: workers register again by themselves, and hits are right."""
-    first = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL))
-    kept, lost = keys_of("kept", 6), keys_of("lost", 2)
-    with CudaEngine(first.runtime_dir) as engine:
-        engine.register()
-        engine.store(kept)
-        pid = lane_of(first)["pid"]
-        lanes.switch("hold=copies")
-        ticket = engine.begin(lost)
-        job = engine.submit("store", ticket, blocks_of(lost, 20))
-        in_copy(first)
-        first.stop(signal.SIGKILL)
-        lanes.switch("hold=")
-        for rank in engine.ranks.values():
-            assert not rank.ask("result", job).success
-        second = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL))
-        engine.wait_attached(second)
-        lane = wait_lane(second, workers=2, usable_bytes=POOL)
-        assert lane["pid"] != pid
-        assert engine.scheduler.lookup_many(kept) == [LookupResult.HIT] * 6
-        assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
-        assert engine.load(kept) == 0
-        engine.store(lost, first_block=20)
-        assert engine.load(lost) == 0
 
 
 def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> None:

@@ -1,13 +1,11 @@
 """Descriptions of chunks in a whole daemon: told by one engine, read by others and after a kill."""
 
-import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from kvd.machine.memory import pool_directory_name
 from kvd_proto.descriptions import encode
@@ -85,32 +83,6 @@ def places(engine: Engine, keys: Sequence[bytes], *, describe: bool = True) -> d
     return {key: entry[:2] for key, entry in entries.items() if entry is not None}
 
 
-def test_a_slot_that_is_used_again_has_no_older_description(start_daemon: StartDaemon) -> None:
-    """What was said of a chunk is not its slot's next one's, which overwrites it."""
-    daemon = start_daemon(cpu_bytes="64KiB")
-    with Engine(daemon.runtime_dir, world_size=1, events=True).wait_attached() as engine:
-        there = engine.scheduler._attachments.current
-        assert there is not None
-        assert there.descriptions is not None
-        read, slots = there.descriptions.read, there.directory.num_slots
-        old = places(engine, keys_of("old", slots))
-        assert old
-        assert {key: read(*place) for key, place in old.items()} == {k: described(k) for k in old}
-        assert engine.scheduler.reset()
-        plain = places(engine, keys_of("plain", slots), describe=False)
-        assert plain
-        assert [read(*place) for place in plain.values()] == [None] * len(plain)
-        used: set[int] = set()
-        for turn in itertools.count():
-            assert engine.scheduler.reset()
-            new = places(engine, keys_of(f"new{turn}", slots))
-            assert {key: read(*p) for key, p in new.items()} == {k: described(k) for k in new}
-            used |= {slot for slot, _ in new.values()}
-            if used.issuperset(slot for slot, _ in old.values()):
-                break
-        assert [read(*place) for place in old.values()] == [None] * len(old)
-
-
 @pytest.mark.parametrize("harm", [lambda at: os.truncate(at, 5000), Path.unlink])
 def test_a_file_that_is_harmed_under_a_daemon_costs_descriptions_only(
     start_daemon: StartDaemon, harm: Callable[[Path], object]
@@ -155,26 +127,3 @@ def test_a_full_filesystem_costs_descriptions_and_no_store(
         more = keys_of("more", 10)
         store(engine, more)
         assert read_descriptions(engine.scheduler, more) == list(map(described, more))
-
-
-def test_what_is_too_long_is_counted_and_stored_without(start_daemon: StartDaemon) -> None:
-    """A salt of many thousand bytes leaves a chunk without description."""
-    daemon = start_daemon()
-    (key,) = keys_of("salted", 1)
-    long = encode(replace(described(key), extra=(("salt" * 5000,), None)))
-    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
-        engine.store([key], describe=lambda _: long)
-        wait_hit(engine, [key])
-        assert counters(daemon) == (0, 1, 0)
-        assert read_descriptions(engine.scheduler, [key]) == [None]
-
-
-def test_nothing_is_left_where_the_pool_is_not_kept(start_daemon: StartDaemon) -> None:
-    """The file has no name: it goes with the daemon and the engines."""
-    daemon = start_daemon()
-    area = SHM / pool_directory_name(daemon.runtime_dir)
-    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
-        store(engine, keys_of("gone", 3))
-        assert not list(area.glob("*descriptions*"))
-        daemon.stop()
-    assert not area.exists()

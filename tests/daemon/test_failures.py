@@ -1,20 +1,28 @@
-"""Things that die: the worst that follows is a miss, and nothing stays behind."""
+"""What fails while engines work: workers, lanes, a broker that stands still."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from kvd.wire.tool import ToolConnection
 from kvd_client import JobBlocks, LookupResult, Store
+from kvd_proto.directory import SlotState
+from kvd_proto.messages import Check, Checked, Ping
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.cuda_engine import CudaEngine, lane_of, wait_lane
+from tests.daemon.cuda_lanes import cuda_lanes
+from tests.daemon.engines import Engine, keys_of, lend, wait_hit
 from tests.daemon.serving import wait_state
-from tests.processes import kill_and_wait
-from tests.waiting import PATIENCE, eventually
+from tests.daemon.slots import slots_of
+from tests.processes import frozen, kill_and_wait
+from tests.raw_client import RawClient
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,22 +73,6 @@ def test_a_killed_worker_frees_what_was_in_writing(
         wait_state(daemon, ready=3, writing=0, draining=0)
         eventually(lambda: not engine.scheduler.prepare_store(half).served)
         daemon.wait_log(f"rank 1 (pid {rank_process.pid}) is gone; 5 chunks in writing freed")
-
-
-def test_a_lost_rank_that_comes_back_completes_the_engine(
-    daemon: Daemon, rank_process: subprocess.Popen[str]
-) -> None:
-    """After its rank is back the engine stores and hits again, without a restart of the others."""
-    with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
-        rank_process.kill()
-        rank_process.wait()
-        eventually(lambda: not engine.workers[0].attached and not engine.scheduler.attached)
-        engine.add(1)
-        engine.wait_attached()
-        keys = keys_of("back", 4)
-        assert engine.store(keys) == keys
-        wait_hit(engine, keys)
-        assert engine.load(keys) == (4, 0)
 
 
 LATE_LANE = """
@@ -154,24 +146,147 @@ def test_a_stop_waits_for_jobs_as_long_as_it_may(
     assert (killed in daemon.log.read_text()) == (signals == 1)
 
 
-def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(
-    start_daemon: StartDaemon, tmp_path: Path
+LONG = 600.0  # of a call that waited; a test may take half of that
+STEPS = 100
+
+
+def check(daemon: Daemon, engine: Engine, ready: int) -> None:
+    """The broker's tables agree; every slot is FREE or READY, and on loan if it is at hand."""
+    eventually(
+        lambda: (slots_of(daemon.runtime_dir, engine.name), engine.scheduler.reserve(0, 0.0)),
+        lambda found: (
+            found[0]
+            and found[0].states[SlotState.READY] == ready
+            and len(found[0].loans) == found[1]
+            and not found[0].states[SlotState.WRITING]
+            and not found[0].states[SlotState.DRAINING]
+        ),
+    )
+    with ToolConnection(daemon.runtime_dir, PATIENCE) as control:
+        checked = control.ask(Check(), Checked)
+    assert (checked.violation, checked.whole) == ("", True)
+
+
+def test_a_reply_that_comes_too_late_is_no_message_that_cannot_be_read(daemon: Daemon) -> None:
+    """Clients that gave a frozen broker up are counted apart, and no condition follows."""
+    with RawClient(daemon.runtime_dir) as client:
+        client.hello()
+        with frozen(daemon.process.pid):
+            client.request(Ping())
+            client.close()
+    report = eventually(daemon.status, lambda report: report["broker"]["dropped_replies"])
+    assert report["broker"]["dropped_frames"] == 0
+    assert "messages dropped" not in {found["name"] for found in report["conditions"]}
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_no_call_of_a_step_waits_for_a_frozen_broker(
+    start_daemon: StartDaemon, steps: bool
 ) -> None:
-    """A lease keeps chunks from being evicted; a load is judged by the chunks alone."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("lease_seconds = 0.5\n")
-    daemon = start_daemon("--config", str(config))
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("queued", 3)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        ticket = engine.scheduler.prepare_load(keys, lease_seconds=600.0)
-        eventually(lambda: daemon.status()["counters"]["leases_expired"])
-        wait_state(daemon, pinned=0, ready=3)
-        blocks = list(range(33, 39))
-        engine.poison(blocks)
-        jobs = engine.submit("load", [0, 1], blocks, ticket.slots, ticket.generations)
+    """Loads succeed meanwhile; stores into slots on loan go on when it reads their step."""
+    daemon = start_daemon()
+    with Engine(daemon.runtime_dir, deadline=LONG, steps=steps).wait_attached() as engine:
+        scheduler = engine.scheduler
+        kept, new, more = keys_of("kept", 6), keys_of("new", 4), keys_of("more", STEPS)
+        engine.store(kept)
+        scheduler.end_step()
+        wait_hit(engine, kept)
+        lend(scheduler, len(new) + len(more))
+        with frozen(daemon.process.pid):
+            assert engine.load(kept) == (6, 0)
+            ticket = scheduler.prepare_store(new)
+            assert ticket.keys == tuple(new)
+            blocks = engine.fill(new, 1)
+            jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
+            scheduler.end_step()
+            assert set(scheduler.lookup_many(new)) == {LookupResult.HIT_PENDING}
+            for key in more:
+                scheduler.count_tokens(32, 0)
+                with scheduler.prepare_load(kept) as found:
+                    assert len(found) == 6
+                given_up = scheduler.prepare_store([key])
+                assert given_up.keys == (key,)
+                scheduler.complete_store(given_up, success=False)
+                scheduler.request_finished(kept)
+                scheduler.take_ready()
+                scheduler.take_changes()
+                for worker in engine.workers.values():
+                    worker.cancel([])
+                    assert worker.get_finished() == []
+                scheduler.end_step()
+            assert scheduler.attached
         assert all(result.success for result in engine.results(jobs).values())
-        assert engine.wrong_bytes(keys, blocks) == 0
-        engine.scheduler.complete_load(ticket)  # of a lease that has run out: nothing happens
-        assert engine.load(keys) == (3, 0)
+        scheduler.complete_store(ticket)
+        wait_hit(engine, new)
+        assert engine.load(new) == (4, 0)
+        eventually(lambda: set(scheduler.lookup_many(more)), {LookupResult.MISS}.__eq__)
+        scheduler.end_step()
+        check(daemon, engine, ready=10)
+
+
+def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
+    start_daemon: StartDaemon,
+) -> None:
+    """Frozen for longer than the deadline: misses, then a new session; all slots are accounted."""
+    daemon = start_daemon()
+    with Engine(daemon.runtime_dir, steps=True).wait_attached() as engine:
+        scheduler = engine.scheduler
+        kept, lost = keys_of("kept", 6), keys_of("lost", 4)
+        engine.store(kept)
+        scheduler.end_step()
+        eventually(lambda: set(scheduler.lookup_many(kept)), {LookupResult.HIT}.__eq__)
+        with frozen(daemon.process.pid):
+            scheduler.deadline = 0.5
+            ticket = scheduler.prepare_store(lost)
+            blocks = engine.fill(ticket.keys, 1)
+            jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
+            scheduler.end_step()
+            eventually(lambda: not scheduler.attached)
+            for number in count():  # still no call waits, and nothing is found
+                assert not scheduler.prepare_load(kept).keys
+                assert not scheduler.prepare_store(keys_of("none", 1)).keys
+                scheduler.request_finished(kept)
+                scheduler.end_step()
+                if number == STEPS:
+                    break
+            scheduler.deadline = DEADLINE
+        engine.results(jobs)  # good where the broker read the step before it dropped the session
+        engine.wait_attached()
+        engine.load(kept)  # perhaps before it knows that it is attached
+        eventually(lambda: engine.load(kept), (6, 0).__eq__)
+        assert set(engine.scheduler.lookup_many(lost)) == {LookupResult.MISS}
+        assert engine.store(lost) == lost
+        scheduler.end_step()
+        wait_hit(engine, lost)
+        check(daemon, engine, ready=10)
+
+
+pytestmark = pytest.mark.fakecuda
+
+
+def test_a_lane_ends_without_engines_and_comes_back_for_the_next(
+    fakecuda_folder: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end unpins the pool and is no error; the next engine finds its chunks."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+    daemon = start_daemon("--lane-idle-seconds", "0.3")
+    keys = keys_of("kept", 4)
+    with CudaEngine(daemon.runtime_dir) as engine:
+        engine.register()
+        engine.store(keys)
+        eventually(lambda: lane_of(daemon)["pinned_bytes"])
+        first = lane_of(daemon)["pid"]
+    daemon.wait_log("has ended: no engine for 0.3 s")
+    assert not cuda_lanes(daemon)
+    with CudaEngine(daemon.runtime_dir, name="next") as engine:
+        engine.register()
+        daemon.wait_ready()  # its arenas are pinned again
+        assert engine.load(keys) == 0
+        lane = wait_lane(daemon, workers=2)
+        assert (lane["pid"] != first, lane["counters"]["restarts"]) == (True, 0)
+        eventually(lambda: lane_of(daemon)["pinned_bytes"])
+        assert daemon.stop() == 0
+    log = daemon.log.read_text()
+    assert "[error" not in log
+    assert "is killed" not in log
+    assert "is lost" not in log

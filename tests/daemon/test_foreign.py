@@ -79,9 +79,7 @@ def test_a_file_system_that_never_answers_delays_no_session(
             with frozen(daemon.process.pid):
                 attack(client, slow)
             error = client.error_at_the_end()
-            assert attack is leave_unread or "descriptor 0 of those that were sent" in text_of(
-                error
-            )
+            assert attack is leave_unread or "descriptor 0 of the message" in text_of(error)
             eventually(lambda: is_held(daemon, slow))
             assert engine.load(keys) == (4, 0)
             with Engine(daemon.runtime_dir, name="late", world_size=1).wait_attached() as late:
@@ -110,7 +108,7 @@ def test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer(
 
     error = eventually(refusal)
     assert code_of(error) is ErrorCode.LIMIT
-    assert "threads wait for files of uid" in text_of(error)
+    assert "threads wait to close files that processes of uid" in text_of(error)
     with RawClient(daemon.runtime_dir) as another:
         assert isinstance(another.hello(), Welcome)
     slow.give_up()

@@ -1,8 +1,6 @@
 """What the client library saves an engine's author, against a real daemon."""
 
-import os
 import select
-import signal
 from collections.abc import Callable
 from functools import partial
 
@@ -35,47 +33,6 @@ def readable(source: Scheduler | Worker, seconds: float = PATIENCE) -> bool:
     return bool(select.select([source], [], [], seconds)[0])
 
 
-def test_a_store_leaves_out_what_was_refused(engine: Engine) -> None:
-    """Half of the chunks are there already: the job has the blocks of the others, all load back."""
-    with engine:
-        worker, scheduler = engine.workers[0], engine.scheduler
-        keys = keys_of("chunk", 6)
-        engine.store(keys[::2])
-        wait_hit(engine, keys[::2])
-        blocks = engine.fill(keys, 1)
-        with scheduler.prepare_store(keys) as ticket:
-            assert list(ticket.keys) == keys[1::2]
-            assert worker.store(70, ticket, [ChunkBlocks(keys, blocks), ChunkBlocks([], [])])
-            worker.wait([70], PATIENCE)
-        assert [result.success for result in worker.get_finished()] == [True]
-        wait_hit(engine, keys)
-        others = [block + 30 for block in blocks]
-        engine.poison(others)
-        with scheduler.prepare_load(keys) as found:
-            assert worker.load(71, found, [ChunkBlocks(keys, others), ChunkBlocks([], [])])
-            worker.wait([71], PATIENCE)
-        assert [result.success for result in worker.get_finished()] == [True]
-        assert engine.wrong_bytes(keys, others) == 0
-
-
-def test_block_0_holds_kv_where_no_block_is_null(engine: Engine) -> None:
-    """Stored from block 0, a chunk is found, and it loads right into other blocks and block 0."""
-    with engine:
-        worker, keys, nothing = engine.workers[0], keys_of("chunk", 2), ChunkBlocks([], [])
-        blocks = engine.fill(keys, 0)
-        with engine.begin(keys) as ticket:
-            assert worker.store(1, ticket, [ChunkBlocks(keys, blocks), nothing])
-            worker.wait([1], PATIENCE)
-        wait_hit(engine, keys)
-        for job, loaded in enumerate(([12, 13, 14, 15], [13, 14, 12, 0]), 2):
-            engine.poison(loaded)
-            with engine.scheduler.prepare_load(keys) as found:
-                assert worker.load(job, found, [ChunkBlocks(keys, loaded), nothing])
-                worker.wait([job], PATIENCE)
-            assert engine.wrong_bytes(keys, loaded) == 0
-        assert [result.success for result in worker.get_finished()] == [True] * 3
-
-
 def test_a_job_of_the_null_block_is_the_callers_mistake(shared_daemon: Daemon, label: str) -> None:
     """Stores and loads that name the layout's null block raise at once, and move nothing."""
     layout = replace(make_layout(), null_block=0)
@@ -94,42 +51,6 @@ def test_a_job_of_the_null_block_is_the_callers_mistake(shared_daemon: Daemon, l
         with pytest.raises(UsageError, match="all places of chunk 0 of the job are left out"):
             worker.submit(Load, 103, torn)
         assert worker.get_finished() == []
-
-
-def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
-    """The lease ends with the block; after an exception a store that has not ended is dropped."""
-    with engine:
-        scheduler, keys = engine.scheduler, keys_of("chunk", 3)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        with scheduler.prepare_load(keys):
-            assert scheduler.status()["leases"] == 1
-        assert scheduler.status()["leases"] == 0
-        new = keys_of("new", 2)
-        ticket = engine.begin(new)
-        assert len(ticket) == 2
-        assert scheduler.lookup(new[0]) is LookupResult.HIT_PENDING
-        with pytest.raises(ZeroDivisionError), ticket:
-            raise ZeroDivisionError
-        assert scheduler.status()  # answered after both steps: the directory has what they said
-        misses = [LookupResult.MISS] * 2
-        eventually(lambda: scheduler.lookup_many(new), lambda found: found == misses)
-        again = engine.begin(new)
-        assert len(again) == 2
-        scheduler.complete_store(again, success=False)
-        eventually(lambda: scheduler.lookup_many(new), lambda found: found == misses)
-
-
-def test_a_ticket_may_be_left_after_its_scheduler(engine: Engine) -> None:
-    """Leaving a block raises nothing, also where nothing was granted or the session has ended."""
-    keys = keys_of("chunk", 2)
-    with engine:
-        with engine.scheduler.prepare_store(keys), engine.scheduler.prepare_store(keys) as none:
-            assert not none.keys
-        ticket = engine.scheduler.prepare_store(keys_of("new", 1))
-        found = engine.scheduler.prepare_load(keys)
-    with ticket, found:
-        assert ticket.keys
 
 
 def test_descriptors_tell_of_ended_jobs_and_ready_chunks(engine: Engine) -> None:
@@ -167,26 +88,6 @@ def quieten(source: Scheduler | Worker, take: Callable[[], object]) -> None:
         return not readable(source, 0.0)
 
     eventually(quiet)
-
-
-def test_a_lost_lane_makes_the_descriptor_readable(daemon: Daemon) -> None:
-    """Jobs that end because their lane did are told of as well, and nothing stays readable."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        worker = engine.workers[0]
-        quieten(worker, worker.get_finished)
-        keys = keys_of("chunk", 2)
-        ticket = engine.scheduler.prepare_store(keys)
-        number = worker.timeline.reserve()  # never reached: the job waits
-        groups = [ChunkBlocks(keys, engine.fill(keys, 1)), ChunkBlocks([], [])]
-        worker.store(70, ticket, groups, after=number)
-        os.kill(engine.scheduler.status()["lanes"][0]["pid"], signal.SIGKILL)
-        results: list[JobResult] = []
-        while not results:
-            assert readable(worker)
-            results = worker.get_finished()
-        assert [(result.job_id, result.success) for result in results] == [(70, False)]
-        assert engine.scheduler.wait_attached(PATIENCE)
-        quieten(worker, worker.get_finished)
 
 
 def test_waiting_says_why_an_engine_is_not_attached(shared_daemon: Daemon) -> None:

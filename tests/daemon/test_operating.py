@@ -1,13 +1,9 @@
 """Operators' commands and a real daemon, with an engine that checks every byte."""
 
-import json
 import random
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import pytest
 
 from kvd_client import LookupResult, StoreAnswer
 from tests.conftest import Daemon, StartDaemon
@@ -58,13 +54,6 @@ def test_a_drained_daemon_ends_what_began_refuses_stores_and_serves_loads(daemon
     daemon.wait_log(f"drained by uid {report['drain']['uid']} pid ")
     assert kvd(daemon, "drain").returncode == 0
     assert daemon.stop() == 0  # an operator's drain does not keep it from its own
-
-
-def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path) -> None:
-    """The value and the way to write it are named."""
-    done = run_kvd("drain", "--runtime-dir", str(tmp_path), "--wait", "soon")
-    assert done.returncode == 2
-    assert "'soon' is no duration" in done.stderr
 
 
 def store_and_load(engine: Engine, chance: random.Random) -> tuple[int, int]:
@@ -149,45 +138,3 @@ def test_explain_says_what_became_of_a_chunk(daemon: Daemon) -> None:
         wrong = kvd(daemon, "explain", "c0ffe")
         assert wrong.returncode == 2
         assert "'c0ffe': a key has 2 to 96 hex digits" in wrong.stderr
-
-
-def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daemon) -> None:
-    """An id, its beginning or a model's name; what is meant by none or by two is listed."""
-    with (
-        Engine(daemon.runtime_dir, name="one", world_size=1).wait_attached(),
-        Engine(daemon.runtime_dir, name="two").wait_attached(),
-    ):
-        done = kvd(daemon, "evict", "--older-than", "1h", "--namespace", "nonsense")
-        assert done.returncode == 1
-        assert "--namespace nonsense: no such namespace; there are: namespace " in done.stderr
-        done = kvd(daemon, "evict", "--older-than", "1h", "--namespace", "model")
-        assert done.returncode == 1
-        assert "is ambiguous" in done.stderr
-        space = daemon.status()["namespaces"][0]["id"]
-        assert kvd(daemon, "evict", "--older-than", "1h", "--namespace", space[:12]).returncode == 0
-
-
-def test_engines_and_namespaces_are_listed(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables for people, and with --json the same as in the status."""
-    monkeypatch.setenv("COLUMNS", "200")
-    assert kvd(daemon, "engines").stdout == "Engines: none\n"
-    assert kvd(daemon, "namespaces").stdout == "Namespaces: none\n"
-    with Engine(daemon.runtime_dir, name="llama").wait_attached() as engine:
-        engine.store(keys_of("kept", 3))
-        wait_hit(engine, keys_of("kept", 3))
-        text = kvd(daemon, "engines").stdout
-        assert "llama" in text
-        assert "attached" in text
-        assert "worker" in text
-        (listed,) = json.loads(kvd(daemon, "engines", "--json").stdout)
-        assert listed["name"] == "llama"
-        assert len(listed["sessions"]) == 3
-        eventually(  # the same once the engine has told of its lookups
-            lambda: (kvd(daemon, "namespaces", "--json").stdout, daemon.status()["namespaces"]),
-            lambda both: json.loads(both[0]) == both[1],
-        )
-        space = daemon.status()["namespaces"][0]["id"]
-        assert space[:8] in kvd(daemon, "namespaces").stdout
-    with Engine(daemon.runtime_dir, name="half", ranks=[0]) as half:
-        eventually(lambda: half.workers[0].registered)
-        assert "waits for ranks [1]" in kvd(daemon, "engines").stdout

@@ -4,14 +4,12 @@ On a real daemon and torch tensors; SGLang itself is not needed for it.
 """
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from kvd_client import Fingerprint
-from kvd_client.sglang import pool_cache
 from kvd_client.sglang.pages import LayerPages, PagePool, cached_prefix
 from kvd_client.sglang.pool_cache import PoolCache, SglangOptions
 from kvd_client.sglang.transfers import (
@@ -160,22 +158,6 @@ def test_requests_that_start_together_are_one_batch(daemon: Daemon, make_cache: 
     assert wrong(cache, keys, first) == wrong(cache, keys[:4], second) == 0
 
 
-def test_what_one_job_cannot_have_are_several(
-    daemon: Daemon, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long prompt with small pages has more blocks than a message may name."""
-    monkeypatch.setattr(pool_cache, "JOB_BLOCKS", 8)
-    cache = make_cache(daemon)
-    keys, pages = KEYS[:21], list(range(30, 51))
-    fill(cache, keys, list(range(1, 22)))
-    assert store(cache, keys, list(range(1, 22)))
-    batch = LoadBatch([want(cache, keys, pages)], None, TIMEOUT)
-    batch.wait_for(LAYERS - 1)
-    assert batch.finish()
-    assert wrong(cache, keys, pages) == 0
-    eventually(lambda: daemon.status()["leases"] == 0)
-
-
 def test_a_load_goes_on_at_the_daemon_that_follows(
     start_daemon: StartDaemon, make_cache: MakeCache
 ) -> None:
@@ -193,41 +175,6 @@ def test_a_load_goes_on_at_the_daemon_that_follows(
     assert wrong(cache, keys, pages) == 0
 
 
-def orphan(start_daemon: StartDaemon, make_cache: MakeCache) -> PoolLoad:
-    """Pinned chunks of a daemon that has been killed since."""
-    daemon = start_daemon()
-    cache = make_cache(daemon)
-    keys = KEYS[:4]
-    fill(cache, keys, [1, 2, 3, 4])
-    assert store(cache, keys, [1, 2, 3, 4])
-    wanted = want(cache, keys, [5, 6, 7, 8])
-    daemon.stop(signal.SIGKILL)
-    eventually(lambda: not cache.worker.registered)
-    return wanted
-
-
-def test_a_load_without_a_daemon_fails_in_time(
-    start_daemon: StartDaemon, make_cache: MakeCache
-) -> None:
-    """Nobody waits longer than the timeout, layers are not waited for, and the end says so."""
-    wanted = orphan(start_daemon, make_cache)
-    begun = time.monotonic()
-    batch = LoadBatch([wanted], None, 0.3)
-    batch.wait_for(0)
-    assert not batch.finish()
-    assert time.monotonic() - begun >= 0.3
-
-
-def test_a_load_that_may_not_be_begun_anew_ends_with_its_daemon(
-    start_daemon: StartDaemon, make_cache: MakeCache
-) -> None:
-    """It does not wait for the next one: its request is computed."""
-    wanted = orphan(start_daemon, make_cache)
-    begun = time.monotonic()
-    assert not LoadBatch([wanted], None, TIMEOUT, retry=False).finish()
-    assert time.monotonic() - begun < TIMEOUT
-
-
 def test_stores_without_a_daemon_come_to_nothing(
     start_daemon: StartDaemon, make_cache: MakeCache
 ) -> None:
@@ -237,10 +184,3 @@ def test_stores_without_a_daemon_come_to_nothing(
     daemon.stop(signal.SIGKILL)
     eventually(lambda: not cache.scheduler.attached)
     assert not store(cache, KEYS[:4], [1, 2, 3, 4])
-
-
-def test_pages_outside_the_pool_are_refused(daemon: Daemon, make_cache: MakeCache) -> None:
-    """The padding page and pages that are not there are never read or written."""
-    cache = make_cache(daemon)
-    for page in (0, PAGES):
-        assert not store(cache, KEYS[:1], [page])

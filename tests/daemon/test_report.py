@@ -1,16 +1,20 @@
-"""The report of a daemon that has worked: documented, and its figures agree with each other."""
+"""The report, and that its figures agree."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvd.metrics.counts import STAGES
+from kvd.metrics.reading import size
 from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
 from kvd_proto.messages import Drain, Resume
-from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.serving import wait_state
+from tests.conftest import StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.serving import Daemon, daemon_left_clean, run_kvd
+from tests.http.serving import Scrape, over_unix
 from tests.waiting import PATIENCE, eventually
 
 REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
@@ -110,18 +114,81 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     assert report["broker"]["open_fds"] > 0
 
 
-def test_events_tell_of_engines_and_ranks(daemon: Daemon, engine: Engine) -> None:
-    """Who came, attached and went is in the report, numbered, with names for people."""
-    pid = engine.scheduler.status()["engines"][0]["sessions"][0]["pid"]
-    assert len(engine.begin(keys_of("half", 3)).keys) == 3
-    wait_state(daemon, writing=3)
-    engine.workers[1].close()
-    report = eventually(daemon.status, lambda report: not report["engines"][0]["attached"])
-    texts = [event["text"] for event in report["events"]]
-    assert f"engine engine rank 1 (pid {pid}) has unregistered; 3 chunks in writing freed" in texts
-    assert any(text.startswith("engine engine attached to namespace") for text in texts)
-    numbers = [event["number"] for event in report["events"]]
-    assert numbers == list(range(1, len(numbers) + 1))
-    times = [event["time"] for event in report["events"]]
-    assert times == sorted(times)
-    assert report["started"] <= times[0] <= report["time"]
+TIER = "memory:,size=64MiB,late=30"
+CHUNKS = 8
+
+
+@pytest.fixture(scope="module")
+def tiered_daemon() -> Iterator[Daemon]:
+    """A daemon with a tier that has taken the chunks of an engine."""
+    with daemon_left_clean("--tier", TIER) as tiered_daemon:
+        with Engine(tiered_daemon.runtime_dir) as engine:
+            keys = keys_of("tier figures", CHUNKS)
+            engine.wait_attached().store(keys)
+            wait_hit(engine, keys)
+
+            def kept() -> bool:
+                engine.load(keys)  # so that they are asked for
+                return bool(tier_of(tiered_daemon)["counters"]["puts"]["ok"] == CHUNKS)
+
+            eventually(kept)
+        yield tiered_daemon
+
+
+def tier_of(tiered_daemon: Daemon) -> dict[str, Any]:
+    """The report of its only tier."""
+    (tier,) = tiered_daemon.status()["tiers"]
+    found: dict[str, Any] = tier
+    return found
+
+
+def test_the_commands_tell_of_a_tier(tiered_daemon: Daemon) -> None:
+    """A row in status, a section in top, a line of the self-test."""
+    run_dir = str(tiered_daemon.runtime_dir)
+    told = run_kvd("status", "--runtime-dir", run_dir).stdout
+    assert "memory" in told
+    assert size(64 * 2**20) in told
+    assert f"memory is {TIER}, pid {tier_of(tiered_daemon)['pid']}" in told
+    command = ("top", "--once", "--interval", "0.1", "--runtime-dir", run_dir)
+    assert "Tiers, the last minute" in run_kvd(*command).stdout
+    # The host alone: the double of CUDA's driver may be in this process.
+    command = ("selftest", "--device", "host", "--json", "--runtime-dir", run_dir)
+    tested = eventually(lambda: run_kvd(*command), lambda tested: tested.returncode == 0)
+    (tier,) = json.loads(tested.stdout)["tiers"]
+    assert (tier["name"], tier["ok"], tier["stored"]) == ("memory", True, CHUNKS)
+
+
+KEYS = keys_of("figures", 20)
+
+
+def test_figures_of_events_are_the_same_everywhere(start_daemon: StartDaemon) -> None:
+    """Report, metrics and commands show what an engine has published."""
+    daemon = start_daemon()
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        for at in range(0, len(KEYS), 10):
+            engine.store(KEYS[at : at + 10])
+        wait_hit(engine, KEYS)
+        stored: set[bytes] = set()
+
+        def published() -> bool:
+            stored.update(engine.scheduler.take_changes(2 * len(KEYS)).stored)
+            return stored == set(KEYS)
+
+        eventually(published)
+        report = eventually(
+            daemon.status,
+            lambda report: report["engines"][0]["published"]["kv_events"] == len(KEYS),
+        )
+        assert report["counters"]["kv_events"] == len(KEYS)
+        (namespace,) = report["namespaces"]
+        assert namespace["changes"] == len(KEYS)
+        with over_unix(daemon) as client:
+            scrape = eventually(  # which the broker may have been late for
+                lambda: Scrape(client.get("/metrics").text),
+                lambda scrape: scrape.total("kvd_namespace_changes_total") == len(KEYS),
+            )
+        assert scrape.total("kvd_engine_kv_events_total") == len(KEYS)
+        assert scrape.total("kvd_kv_events_total") == len(KEYS)
+        for command in (("status",), ("top", "--once", "--interval", "0.1")):
+            shown = run_kvd(*command, "--runtime-dir", str(daemon.runtime_dir)).stdout
+            assert "late at most" in shown

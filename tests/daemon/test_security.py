@@ -269,7 +269,7 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
             return bool(tier_of(daemon)["counters"]["gets"]["corrupt"])
 
         eventually(is_corrupt)
-        assert "check word" in tier_of(daemon)["last_error"]
+        assert "checksum" in tier_of(daemon)["last_error"]
         given_up = [secret + b"lost".ljust(27, b".")]
         engine.begin(given_up)
         engine.scheduler.complete_store(given_up, success=False)

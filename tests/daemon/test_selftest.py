@@ -15,7 +15,6 @@ from kvd_tools.selftest import STEPS, run_steps
 from kvd_tools.selftest_engine import SelftestEngine
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import run_kvd
 from tests.processes import python
 from tests.waiting import DEADLINE, PATIENCE
 
@@ -178,57 +177,6 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
         for first in range(0, len(here), 12):
             some = here[first : first + 12]
             assert engine.load(some) == (len(some), 0)
-
-
-def test_chunks_that_are_evicted_meanwhile_are_no_failure(
-    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the pool is full another store takes the place of a chunk; the others are compared."""
-    store: Callable[[SelftestEngine], None] = SelftestEngine.store
-    gone: list[int] = []
-
-    def store_another(engine: SelftestEngine) -> None:
-        store(engine)
-        before = engine.stored
-        assert engine.wait_until(engine.ready)
-        engine.scheduler.reserve(1)
-        ticket = engine.scheduler.prepare_store([b"another"])
-        engine.scheduler.complete_store(ticket, success=False)
-        assert engine.wait_until(lambda: engine.scheduler.lookup(b"another") is LookupResult.MISS)
-        assert engine.wait_until(engine.ready)
-        gone.append(len(before) - len(engine.stored))
-
-    monkeypatch.setattr(SelftestEngine, "store", store_another)
-    daemon = start_daemon(cpu_bytes="32MiB")
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("full", engine.scheduler.num_chunks)
-        for first in range(0, len(keys), 12):
-            engine.store(keys[first : first + 12])
-        with engine.scheduler.prepare_load(keys[12:]):  # of this engine's next to nothing may go
-            steps = host_steps(daemon)
-    assert [step["name"] for step in steps if step["ok"]] == NAMES, steps
-    assert sum(gone) > 0
-
-
-def test_a_draining_daemon_refuses_it_and_says_so(shared_daemon: Daemon) -> None:
-    """The reason is the drain, and who gave it."""
-    where = ("--runtime-dir", str(shared_daemon.runtime_dir))
-    assert run_kvd("drain", *where).returncode == 0
-    done = selftest(shared_daemon.runtime_dir, patience=5.0)
-    assert run_kvd("resume", *where).returncode == 0
-    assert done.returncode == 1
-    assert "store failed: the daemon is draining" in done.stdout
-    assert "uid" in done.stdout
-
-
-def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> None:
-    """With auto the first engine decides the size; the self-test does not."""
-    daemon = start_daemon(cpu_bytes="auto", ready=False)
-    daemon.status()
-    done = selftest(daemon.runtime_dir)
-    assert done.returncode == 1
-    assert "cpu_bytes is auto" in done.stderr
-    assert daemon.status()["pool"]["cpu_bytes"] == 0
 
 
 def test_an_absent_daemon_and_an_unknown_device_are_named(

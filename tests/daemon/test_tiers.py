@@ -17,16 +17,13 @@ from tests.daemon.tiers import (
     POOL,
     comes_back,
     engine_of,
-    flood,
     go_down,
     kept,
     push_out,
     tier_of,
-    tiers_with,
     wait_aside,
     wait_below,
     wait_down,
-    wait_tier,
     wait_usable,
 )
 from tests.processes import frozen, has_ended, kill_and_wait
@@ -45,17 +42,6 @@ def disk(tmp_path: Path) -> str:
 def hang(tmp_path: Path) -> Path:
     """While this file exists the tier hangs."""
     return tmp_path / "hang"
-
-
-def test_chunks_that_memory_has_no_room_for_come_back(start_daemon: StartDaemon, disk: str) -> None:
-    """Stored, pushed out of a small pool, sought, loaded: the bytes are the same."""
-    daemon = start_daemon("--tier", f"{disk},keep=all", cpu_bytes=POOL)
-    with kept(daemon) as (engine, keys):
-        wait_below(engine, keys, 0)
-        comes_back(engine, keys)
-    tier = wait_tier(daemon, state="up", breaker="closed", medium="disk")
-    assert tier["counters"]["gets"]["ok"] >= 8
-    assert tier["counters"]["get_bytes"] >= 8 * 16384
 
 
 def test_only_what_was_asked_for_goes_down_where_nothing_else_is_said(
@@ -109,35 +95,6 @@ def test_a_tier_that_hangs_costs_misses_and_is_used_again_by_itself(
     assert sum(tier_of(daemon)["counters"]["opened"].values()) >= 1
 
 
-def test_chunks_that_come_back_wrong_are_misses(start_daemon: StartDaemon) -> None:
-    """None is loaded, each is counted and dropped, and the tier is set aside."""
-    daemon = start_daemon("--tier", f"{MEMORY},corrupt=1", cpu_bytes=POOL)
-    with kept(daemon) as (engine, keys):
-
-        def corrupt() -> bool:
-            engine.scheduler.request_promotion(keys)
-            return bool(tier_of(daemon)["counters"]["opened"]["corrupt"])
-
-        eventually(corrupt)
-        assert tier_of(daemon)["counters"]["gets"]["corrupt"] >= 3
-        eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
-    assert "is not what was put there" in daemon.wait_log("is set aside: 3 chunks")
-
-
-def test_chunks_that_a_tier_has_lost_are_misses(start_daemon: StartDaemon) -> None:
-    """It said that it keeps them and does not: each is found out once."""
-    daemon = start_daemon("--tier", f"{MEMORY},lose=1", cpu_bytes=POOL)
-    with kept(daemon) as (engine, keys):
-
-        def absent() -> int:
-            engine.scheduler.request_promotion(keys)
-            return int(tier_of(daemon)["counters"]["gets"]["absent"])
-
-        eventually(absent, lambda n: n >= 8)
-        wait_below(engine, keys, -1)
-        eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
-
-
 def test_a_tier_that_is_killed_is_started_again(start_daemon: StartDaemon) -> None:
     """This one forgets all; what is stored afterwards comes back from the next process."""
     daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
@@ -170,57 +127,6 @@ def test_a_process_that_stands_still_is_set_aside_and_goes_on(
             )
         wait_usable(engine)
         comes_back(engine, keys)
-
-
-def test_a_reset_forgets_what_tiers_have(start_daemon: StartDaemon, disk: str) -> None:
-    """Nothing of before comes up, not even after the tier's process is another one."""
-    daemon = start_daemon("--tier", f"{disk},keep=all", cpu_bytes=POOL)
-    with kept(daemon) as (engine, keys):
-        engine.scheduler.reset()
-        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
-        engine.scheduler.request_promotion(keys)
-        fresh = keys_of("fresh", 8)
-        go_down(engine, fresh)
-        push_out(engine, fresh)
-        comes_back(engine, fresh)
-        assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
-
-
-def test_a_tier_that_is_full_drops_what_is_oldest_and_says_so(start_daemon: StartDaemon) -> None:
-    """It holds the last of many chunks; those that it dropped are not sought there."""
-    daemon = start_daemon("--tier", "memory:,size=512KiB,keep=all,late=5", cpu_bytes=POOL)
-    with engine_of(daemon) as engine:
-        wait_usable(engine)
-        first = keys_of("first", 8)
-        go_down(engine, first)
-
-        def dropped() -> bool:
-            engine.store(flood())
-            return bool(tier_of(daemon)["counters"]["dropped"] >= 30)
-
-        eventually(dropped)
-        wait_below(engine, first, -1)
-        go_down(engine, keys_of("last", 8))
-
-
-def test_two_tiers_are_filled_and_the_second_helps_out(
-    start_daemon: StartDaemon, hang: Path, tmp_path: Path
-) -> None:
-    """While the first hangs, what both have comes from the second."""
-    daemon = start_daemon(
-        *("--tier", f"memory:,size=32MiB,keep=all,late=0.5,hang={hang}"),
-        *("--tier", f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=5"),
-        cpu_bytes=POOL,
-    )
-    keys = keys_of("kept", 8)
-    with engine_of(daemon) as engine:
-        wait_usable(engine)
-        go_down(engine, keys, lambda key: tiers_with(daemon, key) == 0b11)
-        push_out(engine, keys)
-        hang.touch()
-        wait_aside(daemon, engine, keys)
-        comes_back(engine, keys)
-        assert tier_of(daemon, 1)["counters"]["gets"]["ok"] >= 8
 
 
 def test_a_new_daemon_with_an_empty_pool_finds_what_a_disk_has(

@@ -1,14 +1,22 @@
-"""A daemon and a client of another protocol version: each names both, and the client misses."""
+"""Frames of another version, and messages that never end."""
 
+import contextlib
+import struct
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import PROTOCOL_VERSION, ErrorCode, Ping, Pong, Welcome
-from tests.conftest import Daemon
+from kvd_proto.zmtp import LONG, MORE
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.processes import python
-from tests.raw_client import RawClient, code_of, text_of
+from tests.raw_client import RawClient, RawConnection, code_of, text_of
+from tests.waiting import eventually
 
 OTHERS = pytest.mark.parametrize(
     "version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1], ids=["older", "newer"]
@@ -71,3 +79,56 @@ def test_a_client_of_another_version_misses_and_says_why(
     said = f"the other side speaks protocol version {PROTOCOL_VERSION}, this side {version};"
     assert f"refuses: {said}" in why
     assert found == "MISS"
+
+
+MIB = 2**20
+ROOM = 64 * MIB  # for what else a process may need meanwhile
+
+
+def counted(daemon: Daemon, where: str, limit: str) -> None:
+    """Wait until a limit was reached, as the report has it."""
+
+    def reached(report: dict[str, Any]) -> bool:
+        (lane,) = report["lanes"]
+        limits = report["broker"]["limits"] if where == "broker" else lane["counters"]["limits"]
+        return bool(limits.get(limit))  # a lane's come with its first heartbeat
+
+    eventually(daemon.status, reached)
+
+
+def place(daemon: Daemon, where: str) -> tuple[Path, psutil.Process]:
+    """The socket of the broker or the lane, and its process."""
+    if where == "broker":
+        return daemon.runtime_dir / "broker.sock", psutil.Process(daemon.process.pid)
+    lane = daemon.status()["lanes"][0]
+    (path,) = daemon.runtime_dir.glob(f"lane-host-{lane['incarnation']}-*.sock")
+    return path, psutil.Process(lane["pid"])
+
+
+def own_memory(process: psutil.Process) -> int:
+    """Bytes of memory that it shares with none, as the pool is."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
+
+
+@pytest.mark.parametrize("where", ["broker", "lane"])
+@pytest.mark.parametrize("nbytes", [0, MIB])
+def test_a_message_of_parts_costs_its_sender_the_connection(
+    start_daemon: StartDaemon, where: str, nbytes: int
+) -> None:
+    """The first one, empty or large, does: nothing of it is kept, and others are served."""
+    daemon = start_daemon()
+    path, process = place(daemon, where)
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = keys_of("kept", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        before = own_memory(process)
+        with RawConnection(path) as endless:
+            with contextlib.suppress(EOFError):
+                for _ in range(200):
+                    endless.send_bytes(struct.pack(">BQ", MORE | LONG, nbytes) + bytes(nbytes))
+            assert "several parts" in text_of(endless.error_at_the_end())
+        counted(daemon, where, "message_parts")
+        assert own_memory(process) < before + ROOM
+        assert engine.load(keys) == (4, 0)

@@ -77,17 +77,6 @@ def test_chunks_outlive_the_daemon(
         assert hits(engine, keys + keys_of("new", 10)) == 50
 
 
-def test_an_engine_that_stays_hits_again(warm: Daemon, start_daemon: StartDaemon) -> None:
-    """The client notices the new boot id, registers by itself, and its hits are back."""
-    keys = keys_of("kept", 10)
-    with Engine(warm.runtime_dir).wait_attached() as engine:
-        stored(engine, keys)
-        warm.stop(signal.SIGKILL)
-        assert hits(engine, keys) in {0, 10}  # none, unless it has not been noticed yet
-        engine.wait_attached(start_daemon(*KEEP))
-        assert hits(engine, keys) == 10
-
-
 def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     """cpu_bytes auto: the same engine gets its pool with its chunks, a larger one a new pool."""
     auto = {"cpu_bytes": "auto"}
@@ -136,40 +125,6 @@ def test_purge_gives_the_memory_back(warm: Daemon) -> None:
     assert "64.13 MiB given back" in run_kvd(*purge).stdout  # with the trailer
     assert not area(warm).exists()
     assert "0 B given back" in run_kvd(*purge).stdout
-
-
-def test_a_new_pool_dir_names_the_pool_that_is_left(
-    start_daemon: StartDaemon, tmp_path: Path
-) -> None:
-    """Start and stop say how much memory stays and which command frees it; it does, at any time."""
-    first = start_daemon(*KEEP)
-    with Engine(first.runtime_dir).wait_attached() as engine:
-        stored(engine, keys_of("kept", 7))
-    first.stop()
-    purge = f"kvd purge --runtime-dir {first.runtime_dir} --pool-dir"
-    place = area(first)
-    last_line = first.log.read_text().splitlines()[-1]
-    assert " with 7 chunks stay in " in last_line
-    assert last_line.endswith(f" in {place} for the next daemon; to free them: {purge} {SHM}")
-
-    second = start_daemon(*KEEP, "--pool-dir", str(tmp_path))
-    log = second.wait_log("of memory; to free it: ")
-    (line,) = (line for line in log.splitlines() if "to free it" in line)
-    assert f"left in {SHM} still takes 64" in line
-    refused = run_kvd(*f"{purge} {tmp_path}".split()[1:])
-    assert refused.returncode == 1
-    assert f"pid {second.process.pid}" in refused.stderr
-    command = line.rpartition("to free it: ")[2]
-    assert command == f"{purge} {SHM}"
-    assert "given back" in run_kvd(*command.split()[1:]).stdout
-    assert not place.exists()
-    assert second.status()["ready"]
-    second.stop()
-
-    third = start_daemon("--pool-dir", str(tmp_path))
-    assert "to free it" not in third.log.read_text()
-    third.stop()
-    assert third.log.read_text().splitlines()[-1].endswith("stopped")
 
 
 def test_lanes_of_a_dead_daemon_are_waited_for(warm: Daemon, start_daemon: StartDaemon) -> None:

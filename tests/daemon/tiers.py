@@ -2,16 +2,13 @@
 
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvd_client import LookupResult
-from kvd_proto.directory import DirectoryView
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon
-from tests.daemon.slots import directory_fd
 from tests.waiting import eventually
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -58,16 +55,6 @@ def wait_aside(daemon: Daemon, engine: Engine, keys: Sequence[bytes]) -> None:
         return bool(opened["late"] + opened["failed"])
 
     eventually(aside)
-
-
-def tiers_with(daemon: Daemon, key: bytes) -> int:
-    """A bit for each tier that has the chunk."""
-    fd = directory_fd(daemon.runtime_dir, "engine")
-    assert fd is not None
-    table = DirectoryView(os.pread(fd, os.fstat(fd).st_size, 0)).tiers
-    os.close(fd)
-    place = table.find(key) if table is not None else None
-    return place.tiers if place is not None else 0
 
 
 def engine_of(daemon: Daemon, **more: Any) -> Engine:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvd.server.notify import SLOWEST_BEAT_SECONDS, Notifier
+from kvd.server.notify import MAX_BEAT_SECONDS, Notifier
 
 
 def said(notices: Notifier, seconds: float, *, step: float = 0.25) -> list[tuple[float, str]]:
@@ -12,7 +12,7 @@ def said(notices: Notifier, seconds: float, *, step: float = 0.25) -> list[tuple
     return [
         (turn * step, line)
         for turn in range(int(seconds / step) + 1)
-        if notices.due(turn * step)
+        if notices.is_due(turn * step)
         for line in notices.lines(turn * step, "ready", None)
     ]
 
@@ -64,7 +64,7 @@ def test_time_is_asked_for_only_while_the_pool_grows() -> None:
 def test_progress_is_told_also_without_a_watchdog() -> None:
     """A unit without WatchdogSec gets its extensions at the slowest beat."""
     notices = Notifier()
-    assert notices.period == SLOWEST_BEAT_SECONDS
+    assert notices.period == MAX_BEAT_SECONDS
     assert any(line.startswith("EXTEND_TIMEOUT") for line in notices.lines(0.0, "0 %", 0.0))
 
 
@@ -72,7 +72,7 @@ def test_the_status_is_sent_when_it_changes_and_stays_one_line() -> None:
     """A new text is said within about a second, on one line of bounded length."""
     notices = Notifier(watchdog_seconds=60.0)
     notices.lines(0.0, "ready", None)
-    assert not notices.due(0.5)
+    assert not notices.is_due(0.5)
     assert notices.lines(1.0, "lane\nhost\nis down", None) == ["STATUS=lane host is down"]
     (line,) = notices.lines(2.0, "x" * 5000, None)
     assert len(line) < 500

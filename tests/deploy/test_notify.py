@@ -106,7 +106,7 @@ def test_an_abstract_address_is_one_too() -> None:
     address = f"@kvd-test-{os.getpid()}"
     with listening(address) as manager:
         notifier = Notifier(address)
-        notifier.stopping(600.0)  # of lanes; what follows takes more
+        notifier.notify_stopping(600.0)  # of lanes; what follows takes more
         assert manager.receive(5.0) == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=630000000"]
         notifier.close()
 
@@ -158,7 +158,8 @@ def test_lanes_inherit_nothing_of_it(
 def test_the_watchdog_is_fed_twice_in_its_time() -> None:
     """WATCHDOG_USEC for this process."""
     environ = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}
-    assert "watchdog every 15 s" in repr(Notifier.from_environment(environ))
+    notifier = Notifier.from_environment(environ)
+    assert (notifier.watchdog, notifier.period) == (True, 15.0)
 
 
 def test_a_watchdog_meant_for_another_process_is_left_alone() -> None:
@@ -180,14 +181,14 @@ def test_a_manager_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
     with listening(address) as manager:
         notifier = Notifier(address)
         sent = 0
-        while not notifier._waiting:
-            notifier.stopping(float(sent))
+        while not notifier._unsent:
+            notifier.notify_stopping(float(sent))
             sent += 1
         for _ in range(sent - 1):
             assert manager.receive(5.0)
-        notifier.stopping(1.0)
+        notifier.notify_stopping(1.0)
         assert manager.receive(5.0)
-        assert "0 waiting" in repr(notifier)
+        assert not notifier._unsent
         notifier.close()
 
 
@@ -198,11 +199,11 @@ def test_a_manager_that_is_gone_may_come_again(
     address = str(tmp_path / "notify.sock")
     notifier = Notifier(address)
     for _ in range(3):
-        notifier.stopping(1.0)
+        notifier.notify_stopping(1.0)
     assert caplog.text.count(address) == 1
-    assert "0 waiting" in repr(notifier)
+    assert not notifier._unsent
     with listening(address) as manager:
-        notifier.stopping(5.0)
+        notifier.notify_stopping(5.0)
         assert manager.receive(5.0)[0] == "STOPPING=1"
         assert notifier.lines(0.0, "", None)[0] == "READY=1"
     notifier.close()
@@ -211,6 +212,6 @@ def test_a_manager_that_is_gone_may_come_again(
 def test_an_address_of_another_kind_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """An address such as vsock: a warning that names the value."""
     notifier = Notifier("vsock:2:1234")
-    notifier.stopping(1.0)
+    notifier.notify_stopping(1.0)
     assert "vsock:2:1234" in caplog.text
-    assert "Notifier to no manager" in repr(notifier)
+    assert notifier._socket is None

@@ -180,7 +180,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("swap", Level.WARN, "1 GiB", {"swap_used": GIB}),
     ("cgroup", Level.FAIL, "memory.max", {"cgroup": MemoryLimit(Path("/g"), 9 * GIB, 0)}),
     ("pool directory", Level.FAIL, "no such directory", pool(filesystem=None)),
-    ("pool directory", Level.FAIL, "no memory", shm(kind="ext4")),
+    ("pool directory", Level.FAIL, "not in memory", shm(kind="ext4")),
     ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
     (
         "pool directory",
@@ -209,7 +209,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("runtime directory", Level.WARN, "users into group kvd", runtime(0o40755)),
     ("runtime directory", Level.WARN, "chgrp kvd /run/kvd", runtime(0o40755, 0)),
     ("daemon", Level.WARN, "Lane host is down", runtime(holder=7, report=REPORT)),
-    ("daemon", Level.FAIL, "silent", runtime(holder=7, silence="silent")),
+    ("daemon", Level.FAIL, "silent", runtime(holder=7, failure="silent")),
     ("daemon", Level.WARN, "usermod -aG kvd", runtime(holder=7, denied="usermod -aG kvd USER")),
     ("other daemon", Level.WARN, "kvd serve", {"others": {9: "kvd serve"}}),
     ("tier", Level.FAIL, "hangs", disk(hung="writing and reading a file in /var/lib/kvd")),
@@ -258,7 +258,7 @@ def test_a_fact_that_cannot_be_had_is_a_finding(fact: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(Facts, fact, property(denied))
     facts = machine()
-    unseen = [f for f in examine(facts) if "cannot be looked at: [Errno 13]" in f.text]
+    unseen = [f for f in examine(facts) if "cannot be examined: [Errno 13]" in f.text]
     assert unseen
     assert {finding.level for finding in unseen} == {Level.WARN}
     assert {f.name for f in examine(facts)} >= CHECKS.keys() - QUIET - {"GPU driver"}

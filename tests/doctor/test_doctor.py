@@ -184,7 +184,7 @@ def test_a_user_who_may_not_enter_is_told_how_to(start_daemon: StartDaemon) -> N
     daemon.stop()
     with as_user():
         found = {finding.name: finding for finding in examine(Facts(settings))}
-    assert "cannot be looked at" in found["memory"].text
+    assert "cannot be examined" in found["memory"].text
     assert f"uid {OTHER_UID} may not enter /dev/shm/kvd-" in found["memory"].remedy
 
 

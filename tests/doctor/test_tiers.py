@@ -14,8 +14,8 @@ from kvd.doctor import probes
 from kvd.doctor.probes import (
     DiskFacts,
     TierFacts,
-    look_at_disk,
-    look_at_store,
+    probe_disk,
+    probe_store,
     probe_tier,
     run_python,
 )
@@ -80,8 +80,8 @@ def test_a_disk_that_hangs_does_not_hang_the_doctor(
         assert facts.hung == f"looking at {slow.file}"
         assert disk_of(facts).mounted_at == str(slow.file.parent)
         assert disk_of(facts).filesystem == "fuse"
-    ends = {process.wait(PATIENCE) for process in probes.left_behind}  # they end with the mount
-    probes.left_behind.clear()
+    ends = {process.wait(PATIENCE) for process in probes.abandoned}  # they end with the mount
+    probes.abandoned.clear()
     assert ends == {-signal.SIGKILL}
 
 
@@ -113,7 +113,7 @@ def test_the_kind_of_a_disk_is_the_kernels_word(
     monkeypatch.setattr(probes, "_MOUNTS", mounts)
     monkeypatch.setattr(probes, "_BLOCK_DEVICES", numbers)
     found: dict[str, Any] = {}
-    for said in look_at_disk(parse_tier("disk:/data/of kvd/tier,size=1GiB")):
+    for said in probe_disk(parse_tier("disk:/data/of kvd/tier,size=1GiB")):
         found |= said
         if "mounted_at" in found:
             break
@@ -125,9 +125,9 @@ def test_a_master_that_answers_and_one_that_does_not() -> None:
     """A shared store's master is connected to."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         master = f"127.0.0.1:{listener.getsockname()[1]}"
-        found = list(look_at_store(parse_tier(f"mooncake:master={master}")))
+        found = list(probe_store(parse_tier(f"mooncake:master={master}")))
         assert not any("refused" in each for each in found)
-    found = list(look_at_store(parse_tier(f"mooncake:master={master}")))
+    found = list(probe_store(parse_tier(f"mooncake:master={master}")))
     assert any("refused" in each for each in found)
 
 

@@ -231,7 +231,7 @@ def test_every_interface_only_when_asked_and_with_a_warning(
     if host == "[::]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     daemon = start_daemon("--http-listen", f"{host}:0")
-    log = daemon.wait_log("everybody who reaches this machine")
+    log = daemon.wait_log("every machine that reaches this one")
     port = log.split(f"http://{host}:")[1].split()[0]
     url = f"http://{own}:{port}/livez?{PATIENT}"
     for name, status in (("10.1.2.3", 200), ("evil.example", 400)):

@@ -379,12 +379,12 @@ class Served:
         self._page = Memory(CONTROL_BYTES)
         known = import_message(layout, self.source.handles)
         fds = [self._page.fd, *self.source.descriptors[1:]]
-        self._worker = WorkerTable(rig.device).add(known, fds)
+        self._worker = WorkerTable(rig.device).import_worker(known, fds)
         self._directory = Directory(blocks)
         self._directory.set(range(blocks), state, count=1)
         bind, fds = bind_message(1, self._directory), [self._directory.memory.fd]
         self._worker.binding = Binding.of(bind, fds, layout, POOL_BYTES)
-        rig.device.use_arena(WHOLE_POOL, 0, POOL_BYTES)
+        rig.device.pin_arena(WHOLE_POOL, 0, POOL_BYTES)
         self._runner = Runner(rig.device)
 
     def submit(self, job: Job) -> None:
@@ -410,5 +410,5 @@ class Served:
         assert job.outcome[0] is status, job.outcome
 
     def _turn(self) -> None:
-        self._runner.turn()
+        self._runner.run_once()
         time.sleep(0.0005)

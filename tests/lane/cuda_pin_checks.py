@@ -77,28 +77,31 @@ def only_arenas_in_use_are_pinned(rig: CudaRig) -> None:
     assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, 0)
     *_, last = FillOrder(POOL_BYTES, UNIT).order
     begin, end = last * UNIT, (last + 1) * UNIT
-    rig.device.use_arena(memory, begin + 10, end - 10)
-    eventually(lambda: rig.device.holds(begin, end))
+    rig.device.pin_arena(memory, begin + 10, end - 10)
+    eventually(lambda: rig.device.is_usable(begin, end))
     assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, UNIT)
 
 
 def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
     """An engine that restarts finds its arena pinned; one with another arena has that one alone."""
     memory, _ = rig.attach(SIZES)
-    rig.device.use_arena(memory, 0, UNIT)
+    rig.device.pin_arena(memory, 0, UNIT)
     eventually(lambda: rig.device.pinned_bytes == UNIT)
     before = rig.driver.mark
     rig.device.release_memory(memory)
     again, _ = rig.attach(SIZES)
-    rig.device.use_arena(again, 0, UNIT)
+    rig.device.pin_arena(again, 0, UNIT)
     rig.device.release_memory(again)
     other, _ = rig.attach(SIZES)
-    assert rig.device.holds(0, UNIT)
-    rig.device.use_arena(other, 2 * UNIT, 3 * UNIT)
+    assert rig.device.is_usable(0, UNIT)
+    rig.device.pin_arena(other, 2 * UNIT, 3 * UNIT)
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 1)
     eventually(lambda: rig.device.pinned_bytes == UNIT)
     assert rig.driver.calls(before).count(REGISTER) == 1
-    assert (rig.device.holds(0, UNIT), rig.device.holds(2 * UNIT, 3 * UNIT)) == (False, True)
+    assert (rig.device.is_usable(0, UNIT), rig.device.is_usable(2 * UNIT, 3 * UNIT)) == (
+        False,
+        True,
+    )
 
 
 def one_process_pins_at_a_time(rig: CudaRig) -> None:
@@ -117,16 +120,16 @@ def one_process_pins_at_a_time(rig: CudaRig) -> None:
         patch.setattr(fcntl, "lockf", counted)
         for call in (REGISTER, UNREGISTER):
             assert is_soon(lambda: bool(neighbour.ask("take")))
-            before, tries, pinned = rig.driver.mark, 0, pool.pinned
-            pool.need(1, 0, POOL_BYTES) if call == REGISTER else pool.unpin()
-            eventually(lambda: tries >= 3 or pool.pinned != pinned)  # noqa: B023
-            assert pool.pinned == pinned
+            before, tries, pinned = rig.driver.mark, 0, pool.pinned_bytes
+            pool.request(1, 0, POOL_BYTES) if call == REGISTER else pool.unpin()
+            eventually(lambda: tries >= 3 or pool.pinned_bytes != pinned)  # noqa: B023
+            assert pool.pinned_bytes == pinned
             rig.driver.set(f"hang={call}:1")
             neighbour.ask("give")
             rig.driver.wait_for("@hang", 1, before)
             assert not neighbour.ask("take")
             rig.driver.set("unhang=")
-            eventually(lambda: pool.pinned == POOL_BYTES - pinned)  # noqa: B023
+            eventually(lambda: pool.pinned_bytes == POOL_BYTES - pinned)  # noqa: B023
     neighbour.close()
     lock.close()
 
@@ -145,10 +148,10 @@ def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
     with pytest.MonkeyPatch.context() as patch, pool_of(rig) as pool:
         patch.setattr(driver, "register_host", slow)
         patch.setattr(driver, "unregister_host", slow)
-        pool.need(1, 0, POOL_BYTES)
-        eventually(lambda: pool.pinned == POOL_BYTES)
+        pool.request(1, 0, POOL_BYTES)
+        eventually(lambda: pool.pinned_bytes == POOL_BYTES)
         pool.unpin()
-        eventually(lambda: not pool.pinned)
+        eventually(lambda: not pool.pinned_bytes)
     assert len(busy) == 2 * PIECES
     for (began, ended), (next_began, _) in pairwise(busy):
         assert next_began - ended >= min(ended - began, LONGEST_PAUSE)
@@ -161,9 +164,9 @@ def a_registration_is_short(rig: CudaRig) -> None:
     pool = PinnedPool(large.fd, len(large.bytes), rig.cuda._pool._context)
     try:
         os.posix_fallocate(large.fd, 0, pool.piece_bytes)
-        pool.need(1, 0, pool.piece_bytes)
-        eventually(lambda: pool.error or pool.pinned)
-        assert (pool.error, pool.pinned) == ("", pool.piece_bytes)
+        pool.request(1, 0, pool.piece_bytes)
+        eventually(lambda: pool.error or pool.pinned_bytes)
+        assert (pool.error, pool.pinned_bytes) == ("", pool.piece_bytes)
     finally:
         pool.close()
         large.close()
@@ -174,13 +177,13 @@ def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
     memory, _ = rig.attach(SIZES)
     before = rig.driver.mark
     rig.driver.set(f"fail={REGISTER}:3:2")
-    rig.device.use_arena(memory, 0, POOL_BYTES)
+    rig.device.pin_arena(memory, 0, POOL_BYTES)
     eventually(lambda: rig.device.pool_error)
     with pytest.raises(ImportFailed, match="cannot be pinned"):
         rig.attach(SIZES)
     assert rig.device.usable_bytes == 0
     assert rig.device.pinned_bytes == 2 * UNIT
-    assert not rig.device.holds(0, UNIT)
+    assert not rig.device.is_usable(0, UNIT)
     assert UNREGISTER not in rig.driver.calls(before)
     rig.device.release_memory(memory)
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
@@ -189,16 +192,16 @@ def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
 def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
     """The driver refuses to unregister one piece: the pool serves, and the lane can stop."""
     memory, _ = rig.attach(SIZES)
-    rig.device.use_arena(memory, 0, 2 * UNIT)
+    rig.device.pin_arena(memory, 0, 2 * UNIT)
     eventually(lambda: rig.device.pinned_bytes == 2 * UNIT)
     rig.device.release_memory(memory)
     rig.driver.set(f"fail={UNREGISTER}:1:801")
     later, source = rig.attach(SIZES)
     before = rig.driver.mark
-    rig.device.use_arena(later, 2 * UNIT, 3 * UNIT)
+    rig.device.pin_arena(later, 2 * UNIT, 3 * UNIT)
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
-    rig.device.use_arena(later, 0, 3 * UNIT)  # the piece is pinned still
-    assert is_soon(lambda: rig.device.holds(0, 3 * UNIT))
+    rig.device.pin_arena(later, 0, 3 * UNIT)  # the piece is pinned still
+    assert is_soon(lambda: rig.device.is_usable(0, 3 * UNIT))
     assert (rig.device.pool_error, rig.device.usable_bytes) == ("", POOL_BYTES)
     rig.put(source, 0, 0, pattern(4096, 1))
     rig.submit(1, later, Direction.STORE, [(0, 0, 2 * UNIT, 4096)])

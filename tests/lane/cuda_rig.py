@@ -83,7 +83,7 @@ def switched(environment: dict[str, str]) -> Iterator[None]:
 class CudaRig(Rig):
     """One backend, its pool, and workers whose device memory another process owns.
 
-    pinned: the whole pool is, from the start. Otherwise only what `use_arena` names.
+    pinned: the whole pool is, from the start. Otherwise only what `pin_arena` names.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CudaRig(Rig):
         self.mark = fake_driver.mark
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
-            self.device.use_arena(WHOLE_POOL, 0, pool_bytes)
+            self.device.pin_arena(WHOLE_POOL, 0, pool_bytes)
             self.wait_until_pinned()
 
     def wait_until_pinned(self) -> None:
@@ -143,7 +143,7 @@ class CudaRig(Rig):
         """Of the direction's stream, as the driver tells it."""
         from cuda.bindings import driver as bindings  # noqa: PLC0415  # where they are installed
 
-        stream = self.cuda._flows[direction].stream
+        stream = self.cuda._streams[direction].stream
         code, number = bindings.cuStreamGetPriority(stream)
         assert not int(code)
         return int(number)

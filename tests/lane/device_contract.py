@@ -179,7 +179,7 @@ class DeviceContract:
         moves = rig.device.prepare(memory, Direction.LOAD, 0, copies_of(runs))
         given = pieces = moved = 0
         while given < len(moves):
-            end, nbytes = moves.piece(given, size)
+            end, nbytes = moves.next_piece(given, size)
             rig.device.submit(Transfer(pieces, memory, Direction.LOAD, moves, given, end, nbytes))
             given, pieces = end, pieces + 1
         told: list[int] = []

@@ -84,8 +84,8 @@ def test_few_and_many_are_looked_at_with_the_same_result(
     heads = binding.directory.heads(job.slots)
     theirs = binding.directory.heads(array("I", [job.slots[i] for i in which]))
     for few in (0, 100):
-        with mock.patch.object(jobs, "FEW", few):
-            found = jobs.not_to_write(theirs, 7, job, which)
+        with mock.patch.object(jobs, "SMALL_BATCH", few):
+            found = jobs.not_writable(theirs, 7, job, which)
             assert found == [number for number in which if number in lost]
             assert jobs.not_ready(heads, job) == gone
             assert jobs.not_covered(heads, job) == short
@@ -105,5 +105,5 @@ def test_a_store_awaits_the_broker_while_a_slot_is_on_loan_for_it(
     generations = array("Q", [generation for _, generation in stored])
     unread = any(numbers[slot] == generation % 2**32 for slot, generation in stored)
     for few in (0, 100):
-        with mock.patch.object(jobs, "FEW", few):
-            assert jobs.await_broker(heads, generations) is unread
+        with mock.patch.object(jobs, "SMALL_BATCH", few):
+            assert jobs.any_on_loan(heads, generations) is unread

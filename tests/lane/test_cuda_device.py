@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
-from kvd.lane.cuda.backend import MOST_IN_FLIGHT, CudaOptions
+from kvd.lane.cuda.backend import MAX_IN_FLIGHT, CudaOptions
 from kvd.lane.cuda.copies import BatchCopy
 from kvd.lane.device import Direction
 from kvd.lane.workers import WorkerTable
@@ -63,7 +63,7 @@ class TestCudaDevice(DeviceContract):
         copier, name = made.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
         if isinstance(copier, BatchCopy):
-            assert copier.tells_index == (name == "older batches")
+            assert copier.returns_index == (name == "older batches")
             assert copier.overlap == (name != "plain batches")
         yield made
         made.close()
@@ -160,7 +160,7 @@ def test_an_error_names_the_users_where_they_differ(rig: CudaRig, *, foreign: bo
     rig.driver.set("fail=cuIpcOpenMemHandle:1:801")
     page = Memory(CONTROL_BYTES)
     with pytest.raises(ImportFailed, match="pid must differ") as failed:
-        WorkerTable(rig.device).add(order, [page.fd, *source.descriptors[1:]])
+        WorkerTable(rig.device).import_worker(order, [page.fd, *source.descriptors[1:]])
     page.close()
     own = f"{os.geteuid()} ({pwd.getpwuid(os.geteuid()).pw_name})"
     said = str(failed.value)
@@ -178,11 +178,11 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
 def test_transfers_in_flight_are_bounded_however_short(
     fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:
-    """Of one direction there are no more than MOST_IN_FLIGHT; the other is open."""
+    """Of one direction there are no more than MAX_IN_FLIGHT; the other is open."""
     rig = CudaRig(fake_driver, ipc_workers, options())
     memory, _ = rig.attach(SIZES)
     fake_driver.set("hold=copies")
-    for number in range(MOST_IN_FLIGHT):
+    for number in range(MAX_IN_FLIGHT):
         assert rig.device.has_room(Direction.STORE)
         rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
     assert not rig.device.has_room(Direction.STORE)
@@ -342,7 +342,7 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
         pool_bytes=HUGE_POOL_BYTES,
     )
     try:
-        rig.device.use_arena(WHOLE_POOL, 0, HUGE_POOL_BYTES)
+        rig.device.pin_arena(WHOLE_POOL, 0, HUGE_POOL_BYTES)
         os.posix_fallocate(huge_pool.fd, HUGE_POOL_BYTES, FILE_BYTES - HUGE_POOL_BYTES)
         memory, source = rig.attach((65536,))
         rig.put(source, 0, 0, pattern(65536, 1))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.lane.cuda.copies import PoolSide, prepare
-from kvd.lane.cuda.streams import INLINE_NS, RUN_NS, run_ns
+from kvd.lane.cuda.streams import INLINE_NS, RUN_NS, updated_run_ns
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
 from kvd_proto.jobs import JobBlocks
@@ -70,11 +70,11 @@ def test_addresses_are_the_same_however_runs_are_given(
 
 def test_what_the_driver_takes_for_a_run_is_learnt_from_many_runs() -> None:
     """A shorter time at once, a longer one by a half a step; few runs tell nothing."""
-    assert run_ns(RUN_NS, 500, 5_000) == 10
-    assert run_ns(RUN_NS, 500, 5_000_000) == pytest.approx(825)
-    assert run_ns(RUN_NS, 8, 100) == RUN_NS
+    assert updated_run_ns(RUN_NS, 500, 5_000) == 10
+    assert updated_run_ns(RUN_NS, 500, 5_000_000) == pytest.approx(825)
+    assert updated_run_ns(RUN_NS, 8, 100) == RUN_NS
     slow = RUN_NS
     for _ in range(100):
-        slow = run_ns(slow, 500, 500 * 2_000)
+        slow = updated_run_ns(slow, 500, 500 * 2_000)
     assert slow == 2_000
     assert 64 * RUN_NS < INLINE_NS < 128 * RUN_NS

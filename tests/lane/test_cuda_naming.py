@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.lane.cuda.backend import show_slice, stay_near
+from kvd.lane.cuda.backend import bind_near_device, show_mig_slice
 
 HEX = "0123456789abcdef0123456789abcdef"
 DASHED = "01234567-89ab-cdef-0123-456789abcdef"
@@ -14,9 +14,9 @@ DASHED = "01234567-89ab-cdef-0123-456789abcdef"
 def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A MIG slice is chosen by the environment before the driver starts; a whole device is not."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
-    show_slice(f"cuda:{HEX}")
+    show_mig_slice(f"cuda:{HEX}")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "untouched"
-    show_slice(f"cuda:MIG-{HEX}")
+    show_mig_slice(f"cuda:MIG-{HEX}")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == f"MIG-{DASHED}"
 
 
@@ -44,5 +44,5 @@ def test_a_lane_stays_near_its_device(
     found: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
-    stay_near("0000:17:00.0", tmp_path)
+    bind_near_device("0000:17:00.0", tmp_path)
     assert found == bound

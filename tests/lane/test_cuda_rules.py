@@ -74,8 +74,8 @@ def reported_at_once() -> Callable[[streams.TransferStream, Any], bool]:
 
 def look_only_before_the_copy() -> Callable[[LaneJob], JobOutcome | None]:
     """A job that was good when it started is good."""
-    objection = LaneJob.objection
-    return lambda job: objection(job) if job.state is JobState.QUEUED else None
+    check_slots = LaneJob.check_slots
+    return lambda job: check_slots(job) if job.state is JobState.QUEUED else None
 
 
 def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> Any:
@@ -88,13 +88,13 @@ def unpin_or_raise(pool: PinnedPool, piece: int) -> None:
     pool._is_pinned[piece] = False
     begin, end = pool._fill.span(piece)
     driver.unregister_host(pool._address + begin)
-    pool.pinned -= end - begin
+    pool.pinned_bytes -= end - begin
 
 
-def need_the_whole_pool() -> Callable[..., None]:
-    """An owner that needs a part of the pool has all of it pinned."""
-    need = PinnedPool.need
-    return lambda self, owner, _begin, _end: need(self, owner, 0, self.nbytes)
+def request_the_whole_pool() -> Callable[..., None]:
+    """An owner that requests a part of the pool has all of it pinned."""
+    request = PinnedPool.request
+    return lambda self, owner, _begin, _end: request(self, owner, 0, self.nbytes)
 
 
 def one_priority() -> Callable[[int], Stream]:
@@ -104,10 +104,10 @@ def one_priority() -> Callable[[int], Stream]:
 
 
 Taken = tuple[object, str, object]  # whose attribute is replaced, and by what
-NO_TIMELINE: Taken = (runner, "_reached", lambda _now: lambda _job: True)
+NO_TIMELINE: Taken = (runner, "_start_check", lambda _now: lambda _job: True)
 NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit, _base: copies)
 NO_PROBE: Taken = (driver, "is_alive", lambda _stream: False)
-NO_SECOND_LOOK: Taken = (LaneJob, "objection", look_only_before_the_copy())
+NO_SECOND_LOOK: Taken = (LaneJob, "check_slots", look_only_before_the_copy())
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ RULES = [
     ),
     Rule(
         checks.a_thread_reports_a_failure_with_its_piece,
-        ((streams._Enqueued, "fail", lambda _self, _error: None),),
+        ((streams.StreamTransfer, "fail", lambda _self, _error: None),),
         checks.options(inline_runs=0),
         setting="fail=cuMemcpyBatchAsync:*:801",
     ),
@@ -184,7 +184,7 @@ RULES = [
     Rule(checks.no_copy_spans_two_registrations, (NO_SPLIT,)),
     Rule(
         checks.nothing_is_copied_before_it_is_pinned,
-        ((CudaDevice, "holds", lambda _self, _begin, _end: True),),
+        ((CudaDevice, "is_usable", lambda _self, _begin, _end: True),),
         setting="hang=cuMemHostRegister:2",  # the first is the lane's trial of batches
         pinned=False,
     ),
@@ -213,17 +213,17 @@ RULES = [
     ),
     Rule(
         pins.only_arenas_in_use_are_pinned,
-        ((PinnedPool, "need", need_the_whole_pool()),),
+        ((PinnedPool, "request", request_the_whole_pool()),),
         pinned=False,
     ),
     Rule(
         pins.pieces_of_a_rank_that_left_go_when_another_is_bound,
-        ((PinnedPool, "drop", lambda _self, _owner: None),),
+        ((PinnedPool, "release", lambda _self, _owner: None),),
         pinned=False,
     ),
     Rule(
         pins.one_process_pins_at_a_time,
-        ((PinnedPool, "_acquire", lambda _self: True),),
+        ((PinnedPool, "_acquire_lock", lambda _self: True),),
         pinned=False,
     ),
     Rule(
@@ -238,7 +238,7 @@ RULES = [
     ),
     Rule(
         pins.what_was_pinned_stays_until_its_users_have_gone,
-        ((PinnedPool, "drop", lambda _self, _owner: None),),
+        ((PinnedPool, "release", lambda _self, _owner: None),),
         pinned=False,
     ),
     Rule(
@@ -262,12 +262,12 @@ RULES = [
     ),
     Rule(
         checks.a_device_that_hangs_is_given_up,
-        ((CudaDevice, "_check_pulse", lambda _self: None),),
+        ((CudaDevice, "_check_liveness", lambda _self: None),),
         checks.options(stuck_seconds=0.05),
     ),
     Rule(
         checks.a_thread_that_hangs_is_given_up,
-        ((CudaDevice, "_check_pulse", lambda _self: None),),
+        ((CudaDevice, "_check_liveness", lambda _self: None),),
         checks.options(stuck_seconds=0.05, inline_runs=0),
     ),
     Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, (NO_SECOND_LOOK,)),

@@ -10,7 +10,7 @@ import pytest
 from kvd.errors import ImportFailed, PoolError
 from kvd.lane.device import Direction
 from kvd.lane.host_device import HostDevice
-from kvd.lane.workers import open_control_page
+from kvd.lane.workers import map_control_page
 from kvd_client.memory import sealed_file
 from kvd_proto import copies
 from kvd_proto.jobs import FEW
@@ -157,5 +157,5 @@ def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
         with pytest.raises(ImportFailed, match="descriptor 0 is no memory file; make it"):
             host.device.import_memory((HostHandle(0),), (1,), (foreign,))
         with pytest.raises(ImportFailed, match=r"control page .* is no memory file"):
-            open_control_page(foreign)
+            map_control_page(foreign)
     os.close(foreign)

@@ -16,7 +16,7 @@ def pieces_of(moves: PreparedRuns, most: int) -> list[tuple[int, int]]:
     """End and bytes of every piece."""
     pieces, begin = [], 0
     while begin < len(moves):
-        pieces.append(moves.piece(begin, most))
+        pieces.append(moves.next_piece(begin, most))
         begin = pieces[-1][0]
     return pieces
 

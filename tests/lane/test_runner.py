@@ -92,7 +92,7 @@ class HeldDevice(Device):
         """What the test says."""
         return self.pinned
 
-    def holds(self, begin: int, end: int) -> bool:
+    def is_usable(self, begin: int, end: int) -> bool:
         """The pool is pinned from its first byte on."""
         return 0 <= begin < end <= self.pinned
 
@@ -127,7 +127,7 @@ class Bench:
         source = FakeWorker(self.layout, session=session)
         self.sources.append(source)
         message = import_message(self.layout, session=session)
-        worker = self.workers.add(message, source.fds if page else ())
+        worker = self.workers.import_worker(message, source.fds if page else ())
         bind, fds = bind_message(session, self.directory, owner), [self.directory.memory.fd]
         worker.binding = Binding.of(bind, fds, self.layout, self.layout.slot_bytes * SLOTS)
         return worker
@@ -161,12 +161,12 @@ def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
     bench.directory.set([9], SlotState.READY, count=1)
     bench.device.width = 1
     bench.submit(worker, make_job(Store, 1, [1, 2], [1, 2]))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.submit(worker, make_job(Load, 2, [5], [9]))
     for _ in range(3):
         bench.device.land()
-        bench.runner.turn()
-        bench.runner.turn()
+        bench.runner.run_once()
+        bench.runner.run_once()
     assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
 
 
@@ -178,7 +178,7 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
     bench.directory.set(range(4, SLOTS), SlotState.READY, count=1)
     bench.directory.set([3], SlotState.WRITING, owner=8)
     bench.submit(one, make_job(Load, 1, range(1, 9), range(4, 12)))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.submit(other, make_job(Load, 1, [1, 2], [4, 5]))
     bench.submit(other, make_job(Store, 2, [3], [3]))
     given = []
@@ -186,8 +186,8 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
         (piece,) = bench.device.flying
         given.append((piece.job.worker is one, piece.direction, piece.nbytes // PAGE))
         bench.device.land()
-        bench.runner.turn()
-        bench.runner.turn()
+        bench.runner.run_once()
+        bench.runner.run_once()
     load, store = Direction.LOAD, Direction.STORE
     assert given[:3] == [(True, load, 4), (True, load, 1), (False, load, 1)]
     assert given[3:] == [(True, load, 1), (False, load, 1), (True, load, 2), (False, store, 1)]
@@ -214,13 +214,13 @@ def test_layers_are_told_when_all_their_bytes_are_in() -> None:
     bench.directory.set(range(SLOTS), SlotState.READY, count=1)
     bench.submit(worker, make_job(Load, 1, [1, 2], [3, 4], progress=2))
     told, moved = [], []
-    bench.runner.turn()
+    bench.runner.run_once()
     while bench.device.flying:
         piece = bench.device.flying[0]
-        assert isinstance(piece.moves, HostRuns)
-        moved += piece.moves.copies.runs[piece.begin : piece.end]
+        assert isinstance(piece.runs, HostRuns)
+        moved += piece.runs.copies.runs[piece.begin : piece.end]
         bench.device.land()
-        bench.runner.turn()
+        bench.runner.run_once()
         told.append(int(bench.sources[0].words[EPOCH_WORDS + 1]))
     assert [run[0] for run in moved] == [2, 2, 1, 1, 0, 0]
     assert told == [0, 1, 1, 2, 2, 3]
@@ -234,13 +234,13 @@ def test_layers_are_not_told_once_a_chunk_has_gone() -> None:
     worker = bench.worker()
     bench.directory.set(range(SLOTS), SlotState.READY, count=1)
     bench.submit(worker, make_job(Load, 1, [1], [3], progress=1))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.directory.set([3], SlotState.DRAINING)
     while bench.device.flying:
         bench.device.land()
-        bench.runner.turn()
+        bench.runner.run_once()
     assert bench.sources[0].words[EPOCH_WORDS] == 1
     assert bench.ended() == [(1, JobStatus.STALE)]
     bench.close()
@@ -253,17 +253,17 @@ def test_a_late_urgent_load_waits_only_for_what_the_device_has(bench: Bench) -> 
     worker = bench.worker()
     bench.directory.set(range(SLOTS), SlotState.READY, count=1)
     bench.submit(worker, make_job(Load, 1, range(1, 10), range(9)))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.submit(worker, make_job(Load, 2, [10, 11], [10, 11]))
-    (urgent,) = bench.runner.find(worker, [2])
+    (urgent,) = bench.runner.find_jobs(worker, [2])
     bench.runner.prioritize(urgent)
     given = []
     while bench.device.flying:
         (piece,) = bench.device.flying
         given.append((piece.job.request.job, piece.nbytes // PAGE))
         bench.device.land()
-        bench.runner.turn()
-        bench.runner.turn()
+        bench.runner.run_once()
+        bench.runner.run_once()
     assert given == [(1, 3), (2, 2), (1, 3), (1, 3)]
     assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
 
@@ -271,15 +271,15 @@ def test_a_late_urgent_load_waits_only_for_what_the_device_has(bench: Bench) -> 
 def test_a_slot_that_is_given_up_while_it_is_written_is_not_reported(bench: Bench) -> None:
     """The store is STALE, and names the chunks that are still its own."""
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.directory.set([3], SlotState.DRAINING)
-    bench.runner.turn()
+    bench.runner.run_once()
     while bench.device.flying:
         bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     (job,) = bench.runner.take_ended()
     assert job.outcome[0] is JobStatus.STALE
-    assert [job.chunks.slots[i] for i in job.to_report(ok=False)] == [4]
+    assert [job.chunks.slots[i] for i in job.reportable_indices(ok=False)] == [4]
 
 
 @pytest.mark.parametrize("kind", [Store, Load])
@@ -294,16 +294,16 @@ def test_chunks_outside_what_is_pinned_are_stale(bench: Bench, kind: type[Job]) 
     for job in bench.runner:
         if job.request.job == 1:
             outside = job
-    bench.runner.turn()
+    bench.runner.run_once()
     assert [transfer.job.request.job for transfer in bench.device.flying] == [2, 2]
     assert "slot 4 lies where the pool is not pinned yet (1 of 2 chunks)" in outside.outcome[1]
     for _ in range(2):
         bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(1, JobStatus.STALE), (2, JobStatus.OK)]
     bench.device.pinned += bench.layout.slot_bytes
     bench.submit(worker, make_job(kind, 3, [1, 2], [0, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     assert len(bench.device.flying) == 2
 
 
@@ -311,11 +311,11 @@ def test_a_store_that_is_taken_back_during_the_copy_is_void(bench: Bench) -> Non
     """No further piece is submitted, and the job ends as VOID once the flying ones have landed."""
     bench.device.width = 1
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.sources[0].words[EPOCH] = 9
     bench.device.land()
-    bench.runner.turn()
-    bench.runner.turn()
+    bench.runner.run_once()
+    bench.runner.run_once()
     assert bench.device.flying == []
     assert bench.ended() == [(1, JobStatus.VOID)]
 
@@ -328,19 +328,19 @@ def test_only_waiting_for_the_stream_counts_as_such(bench: Bench) -> None:
         bench.submit(worker, make_job(Store, number, [number], [number]))
     bench.submit(worker, make_job(Store, 3, [3], [3], after=5))
     jobs = {job.request.job: job for job in bench.runner}
-    bench.runner.turn()
+    bench.runner.run_once()
     for now in (20, 30, 40):
         bench.now = now
         if bench.device.flying:
             bench.device.land()
-        bench.runner.turn()
-        bench.runner.turn()
+        bench.runner.run_once()
+        bench.runner.run_once()
     bench.now, bench.sources[0].words[0] = 100, 5
-    bench.runner.turn()
+    bench.runner.run_once()
     assert (jobs[2].accepted_ns, jobs[2].started_ns) == (1, 20)
     assert [jobs[number].stream_wait_ns for number in (1, 2)] == [0, 0]
     assert jobs[3].started_ns == 100
-    assert jobs[3].stream_wait_ns == 100 - jobs[3].late_ns > 0
+    assert jobs[3].stream_wait_ns == 100 - jobs[3].late_since_ns > 0
 
 
 def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
@@ -350,13 +350,13 @@ def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
     for number, word in ((1, 1), (2, 2), (3, 3)):
         bench.submit(worker, make_job(Store, number, [number], [number], word=word))
     bench.submit(worker, make_job(Load, 4, [7], [5]))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.sources[0].words[2] = 1
     bench.submit(worker, make_job(Load, 5, [8], [6]))
     for _ in range(8):
         while bench.device.flying:
             bench.device.land()
-        bench.runner.turn()
+        bench.runner.run_once()
     assert dict(bench.ended()) == {
         1: JobStatus.OK,
         2: JobStatus.VOID,
@@ -369,12 +369,12 @@ def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
 def test_a_device_error_fails_the_job(bench: Bench) -> None:
     """FAILED, after the other pieces have landed."""
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.device.land(error="bus on fire")
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == []
     bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(1, JobStatus.FAILED)]
 
 
@@ -383,13 +383,13 @@ def test_a_deadline_ends_queued_and_copying_jobs(bench: Bench) -> None:
     worker = bench.worker()
     bench.submit(worker, make_job(Store, 1, [1, 2], [3, 4], deadline_ms=10))
     bench.submit(worker, make_job(Store, 2, [1], [5], after=9, deadline_ms=10))
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.now = 10_000_000
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(2, JobStatus.TIMEOUT)]
     for _ in range(2):
         bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(1, JobStatus.TIMEOUT)]
 
 
@@ -428,7 +428,7 @@ class RunnerMachine(RuleBasedStateMachine):
     def turn(self, ms: int) -> None:
         """The loop turns, perhaps after a long time."""
         self.bench.now += ms * 1_000_000
-        self.bench.runner.turn()
+        self.bench.runner.run_once()
 
     @rule(data=st.data(), error=st.sampled_from(["", "", "broken"]))
     def land(self, data: st.DataObject, error: str) -> None:
@@ -470,7 +470,7 @@ class RunnerMachine(RuleBasedStateMachine):
             return
         self.bench.runner.check_integrity()
         for job in self.bench.runner.take_ended():
-            assert job.in_flight == 0
+            assert job.pieces_in_flight == 0
             self.open.remove(job.request.job)
         assert {job.request.job for job in self.bench.runner} == self.open
 
@@ -481,7 +481,7 @@ class RunnerMachine(RuleBasedStateMachine):
             for _ in range(50):
                 while self.bench.device.flying:
                     self.bench.device.land()
-                self.bench.runner.turn()
+                self.bench.runner.run_once()
             self.each_job_ends_once_and_at_rest()
             assert not self.open
             self.bench.close()
@@ -498,10 +498,10 @@ def test_directions_fill_on_their_own(bench: Bench) -> None:
     bench.submit(worker, make_job(Load, 1, [1], [1]))
     bench.submit(worker, make_job(Store, 2, [2], [3]))
     bench.device.closed.add(Direction.LOAD)
-    bench.runner.turn()
+    bench.runner.run_once()
     assert [transfer.direction for transfer in bench.device.flying] == [Direction.STORE]
     bench.device.closed.clear()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.device.flying[-1].direction is Direction.LOAD
 
 
@@ -524,12 +524,12 @@ def test_without_a_control_page_a_job_names_none_of_its_words(bench: Bench, job:
         bench.submit(worker, job)
     bench.submit(worker, make_job(Load, 2, [1], [9]))
     bench.submit(worker, make_job(Store, 3, [2], [3], word=0))
-    bench.runner.turn()
+    bench.runner.run_once()
     while bench.device.flying:
         bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
-    bench.workers.remove(worker)
+    bench.workers.release(worker)
 
 
 class Link:
@@ -570,8 +570,8 @@ def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
     stub: Any = link
     stub.receive, stub.more = receive, False
     stub.flush, stub.take_descriptors = (lambda: None), (lambda: ())
-    orders.read()
-    assert orders.bindings == 1
+    orders.read_orders()
+    assert orders.num_bindings == 1
 
 
 def test_a_connection_that_takes_no_answer_is_ended(bench: Bench) -> None:
@@ -595,22 +595,22 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
     """
     orders, reports, link = orders_on(bench)
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2, 3, 5], [1, 2, 3, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     assert len(bench.device.flying) == 2
     revoke = Revoke(
         namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
     )
-    orders.carry_out(revoke)
+    orders.execute(revoke)
     for _ in range(2):
         reports.report_ended()
         assert Revoked not in link.kinds()
         bench.device.land()
-        bench.runner.turn()
+        bench.runner.run_once()
     assert bench.device.flying == []
     reports.report_ended()
     answer = Revoked(namespace=NAMESPACE, slots=revoke.slots, generations=revoke.generations)
     assert link.sent[-1] == answer
-    orders.carry_out(revoke)  # nothing writes there now
+    orders.execute(revoke)  # nothing writes there now
     reports.report_ended()
     assert link.sent[-2:] == [answer, answer]
 
@@ -620,15 +620,15 @@ def test_a_slot_that_a_store_has_left_out_is_given_back_at_once(bench: Bench) ->
     orders, reports, link = orders_on(bench)
     bench.directory.set([4], SlotState.WRITING, owner=8)
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.turn()
+    bench.runner.run_once()
     revoke = Revoke(
         namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
     )
-    orders.carry_out(revoke)
+    orders.execute(revoke)
     reports.report_ended()
     assert Revoked in link.kinds()
     bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(1, JobStatus.OK)]
 
 
@@ -637,13 +637,13 @@ def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     orders, reports, link = orders_on(bench)
     worker = bench.worker()
     bench.submit(worker, make_job(Store, 1, [1], [3]))
-    bench.runner.turn()
+    bench.runner.run_once()
     for _ in range(2):
-        orders.carry_out(ReleaseWorker(session=worker.order.session))
+        orders.execute(ReleaseWorker(session=worker.order.session))
     reports.report_ended()
     assert Released not in link.kinds()
     bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     reports.report_ended()
     assert link.kinds().count(Released) == 2
     assert bench.workers.by_session(worker.order.session) is None

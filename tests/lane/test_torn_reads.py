@@ -58,7 +58,7 @@ def test_a_store_that_awaits_the_broker_ends_without_a_copy(bench: Bench, end: s
     bench.directory.set([3], SlotState.READY, count=1, owner=8, loan=2)
     bench.submit(bench.worker(), make_job(Store, 1, [1], [3], generation=2, deadline_ms=10))
     bench.now = 9_000_000
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == []
     if end == "deadline":
         bench.now = 10_000_000
@@ -66,7 +66,7 @@ def test_a_store_that_awaits_the_broker_ends_without_a_copy(bench: Bench, end: s
         bench.sources[0].words[EPOCH] = 9
     else:
         bench.directory.set([3], SlotState.READY, count=1, owner=8)
-    bench.runner.turn()
+    bench.runner.run_once()
     statuses = {"deadline": JobStatus.TIMEOUT, "void": JobStatus.VOID, "loan": JobStatus.STALE}
     assert bench.ended() == [(1, statuses[end])]
     assert not bench.device.flying
@@ -81,14 +81,14 @@ def test_a_store_that_awaits_the_broker_holds_up_no_load_and_no_other_worker(ben
     bench.submit(one, make_job(Load, 2, [5], [9]))
     bench.submit(other, make_job(Store, 3, [1], [4]))
     for _ in range(3):
-        bench.runner.turn()
+        bench.runner.run_once()
         while bench.device.flying:
             bench.device.land()
     assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
     bench.directory.set([3], SlotState.WRITING, generation=2)
-    bench.runner.turn()
+    bench.runner.run_once()
     bench.device.land()
-    bench.runner.turn()
+    bench.runner.run_once()
     assert bench.ended() == [(1, JobStatus.OK)]
 
 
@@ -152,7 +152,7 @@ class TornReadsMachine(RuleBasedStateMachine):
 
     def _worker(self, owner: int) -> LaneWorker:
         source = self.sources[owner] = FakeWorker(LAYOUT, session=owner)
-        worker = self.workers.add(import_message(LAYOUT, session=owner), source.fds)
+        worker = self.workers.import_worker(import_message(LAYOUT, session=owner), source.fds)
         bind = BindWorker(
             session=owner, namespace=NAMESPACE, owner=owner, arena_base=0, num_slots=CHUNKS
         )
@@ -220,7 +220,7 @@ class TornReadsMachine(RuleBasedStateMachine):
     def turn(self, turns: int) -> None:
         """The lane moves some pieces, and reports what has ended."""
         for _ in range(turns):
-            self.runner.turn()
+            self.runner.run_once()
         for job in self.runner.take_ended():
             self._ended(job)
 
@@ -239,7 +239,7 @@ class TornReadsMachine(RuleBasedStateMachine):
             self.free[LOADING].append(first)
             return
         self.free[STORING].append(first)
-        if job.to_report(ok=ok):
+        if job.reportable_indices(ok=ok):
             share = [slot.number], [slot.generation], [0], [BLOCKS], [0]
             _, given_up = self.table.stores.share_done(STORING, 0, *share, ok=ok)
             self._revoked(given_up)

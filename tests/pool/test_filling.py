@@ -22,8 +22,8 @@ def test_every_piece_comes_once(nbytes: int, piece: int) -> None:
         begin, end = fill.span(number)
         done += end - begin
         assert fill.filled_with[number] == done
-        assert fill.needed(begin, end) == done
-    assert fill.needed(0, nbytes) == done == nbytes
+        assert fill.required_fill(begin, end) == done
+    assert fill.required_fill(0, nbytes) == done == nbytes
 
 
 @given(nbytes=st.integers(1, 2**43), page=st.sampled_from([2**12, 2**21, 2**25, 2**29, 2**30]))

@@ -194,7 +194,7 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     full = old.geometry.num_slots
     assert store(old, 0, full) == full
     passing = add(namespaces, 2, PAGE, temporary=True)
-    assert namespaces.pool.quotas.fair()[old.table.space] == namespaces.pool.extents.count
+    assert namespaces.pool.quotas.fair_shares()[old.table.space] == namespaces.pool.extents.count
     column = old.geometry.column_slots
     assert store(passing, 0, 100) == column
     assert namespaces.pool.held_bytes(passing.table.space) == 2 * size

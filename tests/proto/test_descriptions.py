@@ -104,7 +104,7 @@ def test_a_description_survives(description: Description) -> None:
         ({"tokens": bytes(31)}, "31 bytes of tokens for 2 blocks of 4 tokens: 4 for each token"),
         ({"hashes": (b"", b"h")}, "hashes of [0, 1] bytes, a parent of 6: 1 to 64"),
         ({"parent": bytes(65)}, "a parent of 65: 1 to 64"),
-        ({"extra": (None,)}, "extra keys of 1 for 2 blocks"),
+        ({"extra": (None,)}, "extra has 1 items for 2 blocks"),
         ({"extra": (None, ({},))}, "None or plain values"),
         ({"extra": (None, (((("a",),),),))}, "None or plain values"),
         ({"extra": (None, (2**64,))}, "pass the declared types"),

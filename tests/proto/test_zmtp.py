@@ -99,7 +99,7 @@ def test_what_is_no_message_is_refused_at_once(start: bytes) -> None:
 
 def test_a_message_of_several_parts_is_told_apart() -> None:
     """The error says what a client of a ZeroMQ library has to change."""
-    with pytest.raises(BadFrame, match="several parts, one is needed; use a DEALER"):
+    with pytest.raises(BadFrame, match="several parts; send one part, from a DEALER"):
         decoded(Decoder(LIMIT), HELLO + b"\x01\x04body")
 
 

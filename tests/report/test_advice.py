@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvd.broker.forecast import advice
-from kvd.cli.tables import misses_in_words
+from kvd.cli.tables import misses_text
 from kvd.metrics.schema import ForecastStatus
 from tests.report.reports import STEEP, forecast, loaded_report
 
@@ -74,7 +74,7 @@ def test_without_a_prefill_rate_the_advice_names_hits_alone() -> None:
 
 def test_misses_are_told_with_their_most_frequent_reasons() -> None:
     """Their number, the three most frequent reasons, and when the evicted ones had left."""
-    assert misses_in_words(loaded_report(60.0)["counters"]) == (
+    assert misses_text(loaded_report(60.0)["counters"]) == (
         "3,000: 60 % never seen, 20 % evicted (median 5 min 30 s before), 12 % being stored"
     )
-    assert misses_in_words(loaded_report(0.0)["counters"]) == ""
+    assert misses_text(loaded_report(0.0)["counters"]) == ""

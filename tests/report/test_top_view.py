@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from kvd.cli.tables import tier_state
-from kvd.cli.top import picture, shares, waiting
+from kvd.cli.top import picture, share_lines, waiting
 from kvd.metrics.conditions import conditions
 from kvd.metrics.reading import History, Span
 from tests.report.reports import (
@@ -171,7 +171,7 @@ def test_a_small_terminal_shows_every_figure_whole() -> None:
 @given(st.integers(-5, 60), st.lists(st.integers(0, 20), min_size=1, max_size=5))
 def test_lines_are_dealt_out_fairly(room: int, wanted: list[int]) -> None:
     """No list gets more than it has, each gets one line, and no room is left that is wanted."""
-    given_out = shares(room, wanted)
+    given_out = share_lines(room, wanted)
     least = [min(1, want) for want in wanted]
     assert all(low <= got <= want for low, got, want in zip(least, given_out, wanted, strict=True))
     assert sum(given_out) == max(sum(least), min(room, sum(wanted)))

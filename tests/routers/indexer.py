@@ -141,9 +141,7 @@ class DynamoIndexer:
                 if self.query(tokens, model).get(instance_id, NOTHING).longest:
                     return
                 time.sleep(_SETTLE_SECONDS)
-            assert time.monotonic() < give_up, (
-                f"instance {instance_id} is not received"
-            )
+            assert time.monotonic() < give_up, f"instance {instance_id} is not received"
             number += 1
 
     def query(

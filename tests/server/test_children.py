@@ -203,7 +203,7 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
         pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096, ready=False)
         children.start_due(pool, 0.0)
     for _ in range(MORE_THAN_A_SOCKET_TAKES):
-        children.to_lane("host", LanePing(), [])
+        children.send_to_lane("host", LanePing(), [])
     assert not poller.poll(0)
     lane.kill()
     while lane.running:

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
-from kvd.cache.recovery import MOST_LEDGERS, PoolTrailer, ResetTable
+from kvd.cache.recovery import MAX_LEDGERS, PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
@@ -33,7 +33,7 @@ from kvd.server.client_files import DescriptionFiles, DirectoryMemory
 from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
 from kvd.server.pool_memory import PoolMemory
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.state_files import VERSION, remember_pool_dir
+from kvd.server.state_files import MANIFEST_VERSION, remember_pool_dir
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,
@@ -164,7 +164,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(
         cpu_bytes: int = SIZE,
         *,
-        keeps: bool = True,
+        persistent: bool = True,
         cold: bool = False,
         resets: ResetTable | None = None,
     ) -> Life:
@@ -173,7 +173,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         lives.clear()
         directories = DirectoryMemory()
 
-        kept = PersistentPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        kept = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
         descriptions = DescriptionFiles(kept.open_descriptions)
         make = maker(directories, cpu_bytes, descriptions.make, resets)
         try:
@@ -182,8 +182,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             kept.close()
             raise
         lives.append(Life(kept, pool, namespaces, directories, descriptions))
-        if pool.may_be_written:  # as the daemon's loop does before lanes start
-            kept.settle()
+        if pool.may_be_used:  # as the daemon's loop does before lanes start
+            kept.commit()
         return lives[0]
 
     yield begin
@@ -249,7 +249,7 @@ def test_a_clock_that_is_wrong_loses_nothing(
 
 @pytest.mark.parametrize(
     "change",
-    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
+    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"persistent": False}],
     ids=str,
 )
 def test_other_settings_start_empty(
@@ -262,10 +262,10 @@ def test_other_settings_start_empty(
     life = start(**change)
     assert not len(life.namespaces)
     life.allocate()
-    life.keep.settle()
+    life.keep.commit()
     assert (area(tmp_path) / "pool").stat().st_size == life.pool.file_bytes
     store(life.open().table, keys_of("n", 5))
-    if life.keep.keeps:
+    if life.keep.persistent:
         assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
     else:
         life.end()
@@ -292,7 +292,7 @@ def contents(place: Path) -> dict[str, bytes]:
 LARGER: list[dict[str, int | bool]] = [
     {"cpu_bytes": 3 * SIZE},
     {"cpu_bytes": 3 * SIZE, "cold": True},
-    {"cpu_bytes": 3 * SIZE, "keeps": False},
+    {"cpu_bytes": 3 * SIZE, "persistent": False},
 ]
 
 
@@ -354,8 +354,8 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
         assert contents(area(tmp_path)) != before
     else:
         life = fails()
-        life.keep.failed()
-        assert life.keep.what_stays
+        life.keep.allocation_failed()
+        assert life.keep.retained_text
         life.end()
         assert contents(area(tmp_path)) == before
     life = start()
@@ -371,12 +371,12 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     before = contents(area(tmp_path))
     life = start(3 * SIZE)
     life.open(0)
-    assert not life.pool.may_be_written
+    assert not life.pool.may_be_used
     assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
     assert (area(tmp_path) / "pool").read_bytes().startswith(before["pool"])
     life.allocate()
     assert life.pool.ready
-    life.keep.settle()
+    life.keep.commit()
     store(life.table(0), keys_of("n", 7))
     own = {f"{NAMES[0].hex()}{kind}" for kind in (".ledger", ".descriptions")}
     assert set(contents(area(tmp_path))) == {"pool", "manifest.json", *own}
@@ -398,7 +398,7 @@ def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -
 
 SHORTAGES: dict[str, tuple[str, Any, str]] = {
     "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
-    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be made now"),
+    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be created now"),
 }
 
 
@@ -429,7 +429,7 @@ def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
     assert not life.pool.ready
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     life.allocate()
-    life.keep.failed()
+    life.keep.allocation_failed()
     life.end()
     monkeypatch.undo()
     assert start().held == [set(keys_of("a", 9))]
@@ -442,7 +442,7 @@ def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
     life = start()
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     life.allocate()
-    life.keep.failed()
+    life.keep.allocation_failed()
     life.end()
     assert not area(tmp_path).exists()
 
@@ -572,10 +572,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it has more than 4096 bytes",
     ),
     "another version": (
-        lambda at: edit_manifest(at, f'"version":{VERSION}', '"version":99'),
+        lambda at: edit_manifest(at, f'"version":{MANIFEST_VERSION}', '"version":99'),
         "version 99",
     ),
-    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "started anew"),
+    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "rebooted since"),
     "no manifest": (
         lambda at: (at / "manifest.json").unlink(),
         "there is no manifest.json; the cache starts empty",
@@ -618,7 +618,7 @@ def test_what_is_damaged_or_foreign_is_not_believed(
         assert said in caplog.text
         assert not len(life.namespaces)
         life.allocate()
-        life.keep.settle()
+        life.keep.commit()
         store(life.open().table, keys_of("n", 5))
         life = start()
         assert life.held == [set(keys_of("n", 5))]
@@ -627,12 +627,12 @@ def test_what_is_damaged_or_foreign_is_not_believed(
 
 
 PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "ledger": ((".ledger",), "the ledger or the pool is an older one", ""),
-    "pool": (("pool",), "the ledger or the pool is an older one", ""),
-    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older one", ""),
-    "manifest": ((".json",), "of the daemon before are here again", "new"),
-    "descriptions": ((".descriptions",), "of the daemon before are here again", "new"),
-    "all": (("",), "of the daemon before are here again", "old"),
+    "ledger": ((".ledger",), "the ledger or the pool is an older copy", ""),
+    "pool": (("pool",), "the ledger or the pool is an older copy", ""),
+    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older copy", ""),
+    "manifest": ((".json",), "of the previous daemon are restored", "new"),
+    "descriptions": ((".descriptions",), "of the previous daemon are restored", "new"),
+    "all": (("",), "of the previous daemon are restored", "old"),
 }
 
 
@@ -673,11 +673,11 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
         assert all(found[key] in {None, description(key)} for key in keys)
 
 
-def settle_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
+def commit_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
     """Give up what is kept for a pool of this size with chunks; their keys."""
     life = start(size, **settings)
     life.allocate()
-    life.keep.settle()
+    life.keep.commit()
     table = life.open().table
     store(table, keys_of(name, table.directory.num_slots // 2))
     keys = ready_keys(table)
@@ -715,7 +715,7 @@ def test_a_pool_that_was_given_up_is_not_believed_again(
     if lost:
         (area(tmp_path) / "manifest.json").unlink()
     for size in sizes:
-        settle_another(start, size, f"n{size}", cold=True)
+        commit_another(start, size, f"n{size}", cold=True)
     put_back(area(tmp_path), older)
     assert start().held == []
     assert set().union(*start().held) == set()
@@ -735,7 +735,7 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
         (persistent_pool, "remove_tree"),
         (PoolTrailer, "move"),
         (state_files.PoolFiles, "write_manifest"),
-        (PoolMemory, "settle"),
+        (PoolMemory, "commit"),
     ]
     for owner, name in steps:
         old = kept_chunks(start)
@@ -754,11 +754,11 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
                 life.allocate()
                 patch.setattr(owner, name, killed)
                 with pytest.raises(Killed):
-                    life.keep.settle()
+                    life.keep.commit()
                 life.kill()
         found = set().union(*start().held)
         assert found == (old if name == "clear_trailer" else set()), name
-        settle_another(start, 2 * SIZE, name)
+        commit_another(start, 2 * SIZE, name)
         put_back(area(tmp_path), older)
         assert start().held == [], name
 
@@ -817,10 +817,10 @@ def test_a_trailer_that_cannot_be_mapped_loses_nothing(
 
 
 def test_the_end_needs_no_look_at_the_pool(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the pool's file cannot be looked at, the last line of the log says so."""
+    """Where the pool's file cannot be examined, the last line of the log says so."""
     life = start()
     monkeypatch.setattr(Path, "lstat", failing(errno.ESTALE, "pool", Path.lstat))
-    assert life.keep.left(3).endswith("/pool cannot be looked at: Stale file handle")
+    assert life.keep.remaining_text(3).endswith("/pool cannot be examined: Stale file handle")
 
 
 def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
@@ -831,13 +831,13 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     notes.mkdir()
     huge.mkdir()
     link.symlink_to(huge)
-    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
     monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
-    kept = PersistentPool(huge, runtime.path, keeps=True)
+    kept = PersistentPool(huge, runtime.path, persistent=True)
     pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
     command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
     refused = CliRunner().invoke(purge, command).exception
@@ -885,7 +885,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
         caplog.clear()
         life.kill()
         life = start()
-        said = "is an older one" if reopened else "the pool has no chunks of it"
+        said = "is an older copy" if reopened else "the pool has no chunks of it"
         assert said in caplog.text
         assert life.held == []
         namespace = life.open()
@@ -894,7 +894,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
 def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
     """More namespaces than the trailer has entries cannot be asked for."""
     with pytest.raises(ConfigError, match="max_namespaces"):
-        Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
+        Sources(flags={"max_namespaces": str(MAX_LEDGERS + 1)}, environment={}).load()
 
 
 def ledger_in(namespace: Namespace) -> Ledger:
@@ -975,7 +975,7 @@ def test_an_area_in_use_is_refused(
     monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
-        PersistentPool(tmp_path, RUNTIME, keeps=True)
+        PersistentPool(tmp_path, RUNTIME, persistent=True)
 
 
 def test_a_foreign_area_is_left_alone(
@@ -986,7 +986,7 @@ def test_a_foreign_area_is_left_alone(
     other.mkdir()
     area(tmp_path).symlink_to(other)
     life = start()
-    assert not life.keep.keeps
+    assert not life.keep.persistent
     assert "is no directory" in caplog.text
     store(life.open().table, keys_of("k", 3))
     life = start()
@@ -1020,11 +1020,11 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
-    kept = PersistentPool(huge, RUNTIME, keeps=True)
+    kept = PersistentPool(huge, RUNTIME, persistent=True)
     pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
     assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
@@ -1036,7 +1036,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     ):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
-    beside = PersistentPool(notes, RUNTIME, keeps=True)  # where the notes of the other lie
+    beside = PersistentPool(notes, RUNTIME, persistent=True)  # where the notes of the other lie
     assert beside.reusable_cpu_bytes() is None
     beside.close()
     assert kept.reusable_cpu_bytes() == 2**21 + 1
@@ -1103,13 +1103,13 @@ def test_descriptions_of_a_pool_that_is_given_up_go_with_it(
     if how == "no manifest":
         (area(tmp_path) / "manifest.json").unlink()
     size = 3 * SIZE if how == "another size" else SIZE
-    life = start(size, keeps=how != "not kept", cold=how == "cold")
+    life = start(size, persistent=how != "not kept", cold=how == "cold")
     namespace = life.open()
-    assert life.pool.may_be_written is (how != "another size")
+    assert life.pool.may_be_used is (how != "another size")
     if how == "another size":
         assert descriptions_of(area(tmp_path)).read_bytes() == before
     life.allocate()
-    life.keep.settle()
+    life.keep.commit()
     store_described(namespace.table, [b"new"])
     assert life.described(namespace) == {b"new": description(b"new")}
     assert not list(area(tmp_path).glob("*.new"))

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.broker.effects import OpenPool
 from kvd.machine import numa
-from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, samples, shares_of
+from kvd.machine.numa import Node, gpu_nodes, node_shares, parse_cpu_list, run_on, sample_offsets
 from kvd.server import pool_memory
 from kvd.server.pool_memory import PoolMemory
 from tests.layouts import flat_layout
@@ -43,7 +43,7 @@ ONE, OTHER, THIRD = "0000:17:00.0", "0000:65:00.0", "0000:ca:00.0"
         ({ONE: "1"}, "0", range(9), []),
         ({ONE: "-1", OTHER: "", THIRD: "2"}, "0-2", range(9), []),
     ],
-    ids=["no GPU", "one", "three", "bound", "one node", "not known"],
+    ids=["no GPU", "one", "three", "bound", "one node", "unknown"],
 )
 def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
     machine: Path,
@@ -62,16 +62,16 @@ def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
 
 def test_lists_of_the_kernel() -> None:
     """Ranges and single numbers, in any number."""
-    assert numbers("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
-    assert numbers("\n") == set()
+    assert parse_cpu_list("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
+    assert parse_cpu_list("\n") == set()
     with pytest.raises(ValueError, match="invalid literal"):
-        numbers("many")
+        parse_cpu_list("many")
 
 
 @pytest.mark.parametrize("stripe", [16 * MIB, 64 * MIB, 2**30])
 def test_samples_of_a_pool_are_in_step_with_no_stripes(stripe: int) -> None:
     """A pool that is divided among two nodes is seen as that."""
-    places = samples(2**40)
+    places = sample_offsets(2**40)
     assert len(set(places)) == len(places)
     assert all(0 <= place < 2**40 for place in places)
     even = sum(place // stripe % 2 for place in places) / len(places)
@@ -83,7 +83,10 @@ def here() -> list[Node]:
     allowed = os.sched_getaffinity(0)
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
     found = [
-        Node(int(folder.name[4:]), frozenset(numbers((folder / "cpulist").read_text()) & allowed))
+        Node(
+            int(folder.name[4:]),
+            frozenset(parse_cpu_list((folder / "cpulist").read_text()) & allowed),
+        )
         for folder in folders
     ]
     return [node for node in found if node.cpus]
@@ -100,7 +103,7 @@ def test_memory_lies_where_the_thread_ran_that_allocated_it() -> None:
             fd = os.memfd_create("kvd-test")
             os.ftruncate(fd, 2 * MIB)
             os.posix_fallocate(fd, MIB, MIB)
-            assert shares_of(fd, MIB, 2 * MIB) == {node.number: 1.0}
+            assert node_shares(fd, MIB, 2 * MIB) == {node.number: 1.0}
             assert os.fstat(fd).st_blocks * 512 == MIB  # what was not asked for was not touched
             os.close(fd)
     finally:
@@ -173,7 +176,7 @@ def test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu(
         ([{0: 1.0}, {1: 1.0}, {1: 0.9, 0: 0.1}], "info", "37 % on node 0, 63 % on node 1"),
         ([{0: 1.0}, {1: 0.7, 2: 0.3}, {1: 1.0}], "warning", "; 10 % of it is on another node"),
         ([{1: 1.0}, {1: 1.0}, {0: 1.0}], "warning", "; 67 % of it is on another node"),
-        ([{}, {}, {}], "info", "not known"),
+        ([{}, {}, {}], "info", "unknown"),
     ],
     ids=["near", "elsewhere", "exchanged", "unknown"],
 )
@@ -188,12 +191,12 @@ def test_it_is_told_where_the_pool_lies(
     """Once it is allocated, with the remedy where parts lie elsewhere than their GPUs."""
     del two_nodes
     of_parts = iter(shares)
-    monkeypatch.setattr(numa, "shares_of", lambda *_: next(of_parts))
+    monkeypatch.setattr(numa, "node_shares", lambda *_: next(of_parts))
     pool = PoolMemory(tmp_path / "pool", 30 * MIB)
     pool.start(lambda: None)
     assert pool._thread is not None
     pool._thread.join()
     pool.close()
-    assert pool.place is not None
-    assert pool.place.level == level
-    assert says in pool.place.text
+    assert pool.placement is not None
+    assert pool.placement.level == level
+    assert says in pool.placement.text

@@ -111,7 +111,7 @@ def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mod
     with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
         RuntimeDir(runtime_dir).lock()
     with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
-        PersistentPool(runtime_dir, Path("/run/some"), keeps=True)
+        PersistentPool(runtime_dir, Path("/run/some"), persistent=True)
     assert list(runtime_dir.iterdir()) == []
 
 
@@ -125,7 +125,7 @@ def test_a_directory_whose_files_others_cannot_replace_is_taken(
     runtime = RuntimeDir(runtime_dir)
     runtime.lock()
     runtime.release()
-    PersistentPool(runtime_dir, Path("/run/some"), keeps=False).close()
+    PersistentPool(runtime_dir, Path("/run/some"), persistent=False).close()
 
 
 PUT: dict[str, Callable[[Path], object]] = {

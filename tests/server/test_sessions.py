@@ -15,7 +15,7 @@ from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
 from kvd.wire import listener
 from kvd.wire.listener import MAX_STUCK
-from kvd.wire.server import AT_ONCE
+from kvd.wire.server import MAX_PER_TURN
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     MAX_TEXT,
@@ -44,9 +44,9 @@ class Rig:
             runtime_dir / "broker.sock",
             self.core,
             self.epoll,
-            self._carry_out,
+            self._execute,
             allowed=AllowList("", ""),
-            own=lambda _: False,
+            is_own_process=lambda _: False,
         )
 
     def turn(self) -> None:
@@ -60,7 +60,7 @@ class Rig:
             self.sessions.handle_events(ready)
             self.sessions.serve(0.0)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Reply():
@@ -104,11 +104,11 @@ def pipe() -> Iterator[int]:
 def test_many_new_connections_take_a_bounded_turn(rig: Rig) -> None:
     """Some are accepted at a time, all in the end."""
     with ExitStack() as crowd:
-        for _ in range(2 * AT_ONCE):
+        for _ in range(2 * MAX_PER_TURN):
             crowd.enter_context(rig.connect())
         for turn in (1, 2):
             rig.turn()
-            assert len(rig.sessions) == turn * AT_ONCE
+            assert len(rig.sessions) == turn * MAX_PER_TURN
 
 
 def test_what_was_sent_before_the_end_is_served_and_then_the_session_ends(rig: Rig) -> None:
@@ -184,7 +184,7 @@ def test_descriptors_with_another_message_end_the_session(rig: Rig) -> None:
             error = rig.error_at_the_end(client)
             assert error is not None
             assert error.code is ErrorCode.BAD_MESSAGE
-            assert "no Register" in error.text
+            assert "other than Register" in error.text
         os.close(theirs)
         assert select.select([ours], [], [], PATIENCE)[0], "the daemon has kept the descriptor"
         os.close(ours)
@@ -226,12 +226,12 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
                 error = rig.error_at_the_end(client)
                 assert error is not None
                 assert error.code is ErrorCode.BAD_LAYOUT
-                assert "descriptor 0 of those that were sent is neither a memory" in error.text
+                assert "descriptor 0 of the message is neither a memory" in error.text
         with rig.connect() as client:
             error = rig.error_at_the_end(client)
             assert error is not None
             assert error.code is ErrorCode.LIMIT
-            assert f"threads wait for files of uid {os.getuid()}" in error.text
+            assert f"threads wait to close files that processes of uid {os.getuid()}" in error.text
         assert isinstance(rig.ask(open_session, Ping()), Pong)
         stuck = [thread for thread in threading.enumerate() if thread.daemon]
         answers.set()

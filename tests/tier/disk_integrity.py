@@ -7,8 +7,8 @@ from kvd.tier.disk.slots import place_of, split
 
 def check_integrity(tier: DiskTier) -> None:
     """Nothing may be under way."""
-    slots = tier._slots
-    places = [place for held in slots.held.values() for place in held.values()]
+    slots = tier._index
+    places = [place for held in slots.spaces.values() for place in held.values()]
     states = sorted(
         (place_of(slab.number, slot), state)
         for slab in slots.slabs.values()
@@ -16,7 +16,7 @@ def check_integrity(tier: DiskTier) -> None:
     )
     assert slots.nbytes == sum(slab.nbytes for slab in slots.slabs.values())
     assert sorted(places) == [place for place, state in states if state == HELD]
-    for space, held in slots.held.items():
+    for space, held in slots.spaces.items():
         for key, place in held.items():
             at, slot = split(place)
             assert slots.slabs[at].owner(slot) == (space, key)

@@ -122,7 +122,7 @@ def disk_bytes(folder: Path) -> int:
         ("", {"size": "1GiB"}, "absolute directory"),
         ("/d", {}, "needs a size, such as"),
         ("/d", {"size": "big"}, "size=big"),
-        ("/d", {"size": "0"}, "size=0 keeps nothing"),
+        ("/d", {"size": "0"}, "size=0 stores nothing"),
         ("/d", {"size": "1GiB", "floor": "low"}, "floor=low"),
         ("/d", {"size": "1GiB", "threads": "0"}, "threads=0 needs 1 to 64"),
         ("/d", {"size": "1GiB", "threads": "x"}, "threads=x needs 1 to 64"),
@@ -173,7 +173,7 @@ def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptur
     (disks.folder / "notes.txt").write_text("all of it")
     (disks.folder / "000001.slab.damaged").write_text("an old one")
     tier = disks.reopen(tier)
-    assert "notes.txt: not kvd's (1 in all), so left alone" in caplog.text
+    assert "notes.txt: not kvd's (1 in all): left alone" in caplog.text
     assert disks.got(tier, space, [b"k"]) == [OK]
     assert (disks.folder / "notes.txt").read_text() == "all of it"
 
@@ -197,7 +197,7 @@ def test_a_symbolic_link(disks: Disks, tmp_path: Path) -> None:
 
 def test_a_missing_mount(tmp_path: Path, disks: Disks) -> None:
     """Only the last part of a path is made, so a missing mount is not written past."""
-    with pytest.raises(TierError, match="make its parent directory, or mount"):
+    with pytest.raises(TierError, match="create its parent directory, or mount"):
         disks.open(place=tmp_path / "mnt" / "nvme")
     assert not (tmp_path / "mnt").exists()
 
@@ -237,7 +237,7 @@ def test_smaller_than_one_slot(disks: Disks, caplog: pytest.LogCaptureFixture) -
     space = begun(tier, space_of(MIB))
     with caplog.at_level(logging.WARNING):
         assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
-    assert "give it a larger size" in caplog.text
+    assert "set a larger size" in caplog.text
     assert not files_of(disks.folder, ".slab")
 
 
@@ -269,7 +269,7 @@ def test_the_table_of_salts_keeps_to_its_room(
     """With as many salts as it may have, two of the file fit what the budget leaves it."""
     monkeypatch.setattr("kvd.tier.disk.directory.os.fsync", lambda _fd: None)
     folder = os.open(tmp_path, os.O_RDONLY)
-    names = [number.to_bytes(16) for number in range(directory.MOST_SALTS + 1)]
+    names = [number.to_bytes(16) for number in range(directory.MAX_SALTS + 1)]
     try:
         table = directory.Salts(folder)
         for name in names:

@@ -143,7 +143,7 @@ class TestCluster:
         salt = tier.salt(ID)
         tier.note_salt(ID, salt)
         tier._client._store.remove_all(True)
-        tier._reminded -= 3600
+        tier._last_rewrite -= 3600
         put_all(tier, openers.area.chunks(space_of(4096, salt=salt), keys_of("remind", 1)))
         tier._salts.clear()
         assert tier.salt(ID) == salt
@@ -210,13 +210,13 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_cluster
 def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a store puts find no room; without a master all fails; then both serve again."""
-    monkeypatch.setattr("kvd.tier.mooncake._REMIND_SECONDS", 3600.0)  # no put is one of these
+    monkeypatch.setattr("kvd.tier.mooncake._REWRITE_SECONDS", 3600.0)  # no put is one of these
     tier, cluster, area = openers(), openers.cluster, openers.area
     space = begun(tier, space_of(65536))
     keys = keys_of("breaks", 4)
     put_all(tier, area.chunks(space, keys))
     cluster.kill_store()
-    with pytest.raises(TierError, match="all failed"):
+    with pytest.raises(TierError, match="all chunks failed"):
         tier.get(area.empties(space, keys), soon())
     cluster.wait_segments(0)
     assert tier.contains(space, keys, soon()) == [False] * 4

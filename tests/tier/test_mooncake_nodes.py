@@ -168,7 +168,7 @@ def test_damaged_objects_are_told_of_without_their_keys(
     there.misses(keys)
     with over_unix(there.daemon) as http:
         texts = texts_of(there.daemon, http)
-    assert "check word" in there.tier["last_error"]
+    assert "checksum" in there.tier["last_error"]
     assert_hidden(texts, keys[0][:4])
 
 

@@ -148,7 +148,7 @@ def test_a_pool_that_is_too_small(process: Process) -> None:
     """A pool's file smaller than was said is refused."""
     failed = process.begin("memory:", pool_bytes=POOL_BYTES + 1)
     assert isinstance(failed, TierFailed)
-    assert f"{POOL_BYTES} bytes, {POOL_BYTES + 1} were promised" in failed.error
+    assert f"{POOL_BYTES} bytes instead of {POOL_BYTES + 1}" in failed.error
 
 
 def test_a_pool_that_is_taken_over(process: Process) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 from kvd_client import Scheduler
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.chunks import ChunkDescriber
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import FACTOR, Engine, lend, make_layout
@@ -95,7 +95,7 @@ def store(
         output = manager.prepare_store(rest, REQUEST)
         wanted: list[OffloadKey] = output.keys_to_store
         spec = output.store_spec
-        assert isinstance(spec, ChunkSlots)
+        assert isinstance(spec, ChunkLoadStoreSpec)
         if wanted:
             blocks = engine.fill(wanted, 1)
             sent = engine.submit("store", [0], blocks, spec.slots, spec.generations)
@@ -118,25 +118,10 @@ def settle(engine: Engine) -> None:
     assert engine.scheduler.loans is not None
 
 
-@pytest.fixture
-def told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
-    """What the scheduler is told of requests that have finished; it goes no further."""
-    told: list[list[bytes]] = []
-
-    def finished(keys: list[bytes], **_: object) -> None:
-        told.append(keys)
-
-    monkeypatch.setattr(engine.scheduler, "request_finished", finished)
-    return told
-
-
 def counted(manager: KvdOffloadingManager) -> dict[str, float]:
     """The statistics since the last time, by name and labels."""
     figures: dict[str, float] = manager.get_stats().reduce()
     return figures
-
-
-# ------------------------------------------------------------- stores and loads
 
 
 @pytest.mark.parametrize("others", [SMALL_POOL, 3])
@@ -209,9 +194,6 @@ def test_what_was_not_stored_is_given_up(engine: Engine, by_a_rank: bool) -> Non
     assert metrics.STORE_FAILURES not in counted(manager)
 
 
-# ------------------------------------------------------------------- the rest
-
-
 def test_a_pool_full_of_pins_refuses(small: Engine) -> None:
     """Chunks that got no slot are noted, and counted when they are given up."""
     manager = manager_of(small)
@@ -241,36 +223,10 @@ def store_what_can_be(
 ) -> list[OffloadKey]:
     """Offer these, step by step, until the daemon has answered and lent nothing."""
     stored: list[OffloadKey] = []
-    while eventually(manager.loans, lambda loans: loans is not None) or not stored:
+    while (
+        eventually(lambda: manager.scheduler.loans, lambda loans: loans is not None) or not stored
+    ):
         manager.refused.clear()
         stored += manager.prepare_store(keys[len(stored) :], REQUEST).keys_to_store
         manager.end_step()
     return stored
-
-
-# -------------------------------------------------------- without a daemon
-
-
-def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey]) -> None:
-    """Every method of the interface where nothing is served, but for `reset_cache`."""
-    manager.on_new_request(REQUEST)
-    assert looked_up(manager, keys) == {LookupResult.MISS}
-    assert manager.prepare_load(keys, REQUEST).missing == len(keys)
-    manager.complete_load(keys, REQUEST)
-    counted(manager)
-    output = manager.prepare_store(keys, REQUEST)
-    assert (output.keys_to_store, output.evicted_keys) == ([], [])
-    assert not len(output.store_spec.slots)
-    figures = counted(manager)
-    assert figures[metrics.ATTACHED] == 0
-    assert ALLOCATION_FAILURE not in figures
-    manager.on_schedule_end(STEP_END)
-    manager.mark_failed(keys)
-    manager.complete_store(keys, REQUEST)
-    manager.stop_loading(REQUEST.req_id)
-    manager.on_request_finished(REQUEST)
-    manager.end_step()
-    assert not manager.has_pending_work()
-
-
-# ------------------------------------------------------------ parts of chunks

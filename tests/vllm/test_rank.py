@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
 from kvd_client.vllm import KvdOffloadingWorker, VllmOptions
 from kvd_client.vllm.connector import KvdConnectorWorker
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.scheduler import KvdWorkerMetadata
 
 FACTOR = 4
@@ -106,10 +106,10 @@ def rank(lane: FakeWorker) -> KvdOffloadingWorker:
     return offloading(lane)
 
 
-def chunks(*counts: int) -> ChunkSlots:
+def chunks(*counts: int) -> ChunkLoadStoreSpec:
     """Slots for so many chunks of group 0, of group 2 and so on: not every group is offloaded."""
     total = sum(counts)
-    return ChunkSlots(
+    return ChunkLoadStoreSpec(
         np.arange(total, dtype="<u4"),
         np.ones(total, "<u8"),
         {2 * index: count for index, count in enumerate(counts) if count},

@@ -32,7 +32,7 @@ from kvd_client.vllm import (
     KvdOffloadingSpec,
     KvdOffloadingWorker,
 )
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
@@ -118,7 +118,7 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
     """
     driver = install(monkeypatch)
     spec, views = make_spec(tmp_path, runtime_dir)
-    slots = ChunkSlots(np.zeros(1, "<u4"), np.ones(1, "<u8"), {0: 1})
+    slots = ChunkLoadStoreSpec(np.zeros(1, "<u4"), np.ones(1, "<u8"), {0: 1})
     runtime_dir.mkdir()
     names = sorted(functions_named(cuda_driver) | {TORCH})
     refused, failed = Counter[str](), Counter[str]()

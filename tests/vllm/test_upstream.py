@@ -33,7 +33,7 @@ from kvd_client.vllm import (
     upstream,
 )
 from kvd_client.vllm.connector import KvdConnectorWorker
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import engine_config
 
@@ -103,7 +103,7 @@ def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
     config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=1))
     spec: Any = SimpleNamespace(replicated_layout=True, config=config)
     half = KvdConnectorWorker(spec, None, None)
-    job = TransferJob("request", GPULoadStoreSpec([1], (1,), (0,)), ChunkSlots())
+    job = TransferJob("request", GPULoadStoreSpec([1], (1,), (0,)), ChunkLoadStoreSpec())
     half.prepare_store_kv(OffloadingConnectorMetadata({}, {5: job}))
     report = half.build_connector_worker_meta()
     assert report is not None

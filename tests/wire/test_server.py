@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from kvd.wire import server as server_module
-from kvd.wire.server import AT_ONCE, UNREAD_BYTES, Client, Received, Server
+from kvd.wire.server import MAX_PER_TURN, MAX_UNREAD_BYTES, Client, Received, Server
 from kvd_proto.messages import ErrorCode
 from kvd_proto.zmtp import command, frame_header
 from tests.descriptors import open_on
@@ -155,13 +155,13 @@ def test_a_client_that_reads_no_replies_is_not_read(make: Make, connect: Connect
     for _ in range(100):
         deaf.send(b"ask")
     replies = 0
-    while server.kept_bytes <= UNREAD_BYTES:
+    while server.buffered_bytes <= MAX_UNREAD_BYTES:
         assert server.send(received(server)[0], bytes(MIB // 4))
         replies += 1
     assert replies < 20
     other.send(b"hello")
     assert received(server)[1] == b"hello"
-    assert server.kept_bytes <= UNREAD_BYTES + MIB
+    assert server.buffered_bytes <= MAX_UNREAD_BYTES + MIB
     while not server.pending:  # it reads now, and is heard again
         if deaf.channel.receive() is None and not deaf.channel.more:
             assert wait(server)
@@ -172,18 +172,18 @@ def test_a_client_that_reads_no_replies_is_not_read(make: Make, connect: Connect
 def test_many_new_connections_take_a_bounded_turn(make: Make, connect: Connect) -> None:
     """Some are accepted at a time, all in the end."""
     server = make()
-    for _ in range(3 * AT_ONCE):
+    for _ in range(3 * MAX_PER_TURN):
         connect()
     server.handle_events()
-    assert len(server) == AT_ONCE
-    until(server, lambda: len(server) == 3 * AT_ONCE)
+    assert len(server) == MAX_PER_TURN
+    until(server, lambda: len(server) == 3 * MAX_PER_TURN)
 
 
 def test_unfinished_messages_of_all_together_are_bounded(make: Make, connect: Connect) -> None:
     """Above the bound the client with most is disconnected; others finish what they began."""
-    server, small = make(max_kept=3 * MIB), connect()
+    server, small = make(max_buffered=3 * MIB), connect()
     small.send_bytes(unfinished(1000, 900))
-    until(server, lambda: server.kept_bytes >= 900)
+    until(server, lambda: server.buffered_bytes >= 900)
     crowd = [connect() for _ in range(5)]
     for connection in crowd:
         push(server, connection.sock, unfinished(MIB, MIB - 1))
@@ -193,7 +193,7 @@ def test_unfinished_messages_of_all_together_are_bounded(make: Make, connect: Co
     for connection in (small, *crowd):
         connection.close()
     until(server, lambda: not len(server))
-    assert server.kept_bytes == 0
+    assert server.buffered_bytes == 0
 
 
 def push(server: Server, sock: socket.socket, data: bytes) -> None:
@@ -207,7 +207,7 @@ def push(server: Server, sock: socket.socket, data: bytes) -> None:
             return
         server.handle_events()
         assert server.next_request() is None
-        assert server.kept_bytes <= 3 * MIB
+        assert server.buffered_bytes <= 3 * MIB
 
 
 def test_a_new_connection_displaces_the_oldest_stranger(make: Make, connect: Connect) -> None:
@@ -367,7 +367,7 @@ def test_who_speaks_another_protocol_is_counted_apart(make: Make, tmp_path: Path
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(tmp_path / "socket"))
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        until(server, lambda: server.dropped == 1)
+        until(server, lambda: server.num_invalid == 1)
     assert not sum(server.limits.values())
 
 

@@ -44,7 +44,7 @@ _MISS, _HIT = DirectoryResult.MISS, DirectoryResult.HIT
 
 
 @dataclass(slots=True)
-class ChunkSlots(LoadStoreSpec):
+class ChunkLoadStoreSpec(LoadStoreSpec):
     """Slots of the chunks of one job, group by group; pickled to every rank.
 
     Attributes:
@@ -192,22 +192,26 @@ class KvdOffloadingManager(OffloadingManager):
         """Set the blocks that the request's next load needs."""
         self._needed[req_id] = needed
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSlots:
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> ChunkLoadStoreSpec:
         """Pin the chunks. If some were evicted since the lookup, pin none and set `missing`."""
         chunks = list(keys)
         needed = self._needed.pop(req_context.req_id, {})
         if len(chunks) > MAX_KEYS:  # more than fit into one message
-            return ChunkSlots(missing=len(chunks))
+            return ChunkLoadStoreSpec(missing=len(chunks))
         all_blocks = self.ranges.all_blocks
         blocks = [needed.get(key, all_blocks) for key in chunks] if needed else None
         ticket = self.scheduler.prepare_load(chunks, blocks=blocks) if chunks else LoadTicket()
         missing = len(chunks) - len(ticket)
         if missing:
             self.scheduler.complete_load(ticket)
-            return ChunkSlots(missing=missing)
+            return ChunkLoadStoreSpec(missing=missing)
         self._tickets[req_context.req_id] = ticket
         self._reports.add(req_context.req_id, chunks)
-        return ChunkSlots(ticket.slots, ticket.generations, self.ranges.count_by_group(chunks))
+        return ChunkLoadStoreSpec(
+            ticket.slots, ticket.generations, self.ranges.count_by_group(chunks)
+        )
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the chunks of the request's load."""
@@ -227,7 +231,7 @@ class KvdOffloadingManager(OffloadingManager):
         """
         offered = list(keys)
         if not self.scheduler.attached:
-            return PrepareStoreOutput([], ChunkSlots(), [])
+            return PrepareStoreOutput([], ChunkLoadStoreSpec(), [])
         sendable = offered[:MAX_KEYS]
         ranges = self.ranges
         blocks = (
@@ -247,7 +251,7 @@ class KvdOffloadingManager(OffloadingManager):
             self._refuse([*refused, *offered[MAX_KEYS:]], req_context)
         return PrepareStoreOutput(
             keys_to_store=accepted,
-            store_spec=ChunkSlots(
+            store_spec=ChunkLoadStoreSpec(
                 ticket.slots, ticket.generations, ranges.count_by_group(accepted)
             ),
             evicted_keys=[],

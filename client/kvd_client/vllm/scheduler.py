@@ -128,7 +128,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def _lookup(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
-        """Return how many tokens can be loaded; None: the request waits, for tiers for instance."""
+        """Return how many tokens can be loaded; None: the request waits, such as for tiers."""
         search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
         if not self.manager.scheduler.tiers:
             return search()
@@ -137,11 +137,11 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def _lookup_complete_chunks(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
-        """Return how many tokens can be loaded, using windows' chunks only if complete enough.
+        """Return how many tokens can be loaded, from windows' chunks that have all needed blocks.
 
-        vLLM finds chunks of which any block is cached. If one lacks a block that the found end
-        needs, it is of no use for an earlier end either. So the search is repeated with this chunk
-        hidden.
+        vLLM's search accepts a chunk if any of its blocks is cached. A chunk that lacks a block for
+        the found end is of no use for an earlier end either. So the search is repeated with this
+        chunk hidden, until all chunks are complete.
         """
         if not self._ranges.has_partial_chunks:
             num_tokens: int | None = super()._lookup_complete_chunks(req_status, max_num_new_tokens)
@@ -198,7 +198,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     # ------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return a step's jobs. Then it is known which requests have finished, so end the step."""
+        """Return a step's jobs, and end the step: now all of its finished requests are known."""
         meta = super().build_connector_meta(scheduler_output)
         self.manager.tier_waits.speed.step_scheduled(scheduler_output)
         self.manager.end_step()
@@ -336,7 +336,7 @@ class RefusedChunks:
                 self._drop_lost_blocks(req_id, status, allocated, windows_only=True)
             if req_id not in refused or loans is None or loans < 0:
                 continue  # nothing is left, or it is offered in a later step
-            loans = loans - len(chunks) or -1  # the last request may need more loans than there are
+            loans = loans - len(chunks) or -1  # below 0: all are planned, perhaps too few
             del refused[req_id]
             for number, chunk in chunks:
                 group = status.group_states[number]

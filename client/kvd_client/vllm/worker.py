@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, Store, Worker
 from kvd_client.errors import cause, get_logger, log_no_offload
 from kvd_client.torch_memory import work_so_far
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.options import VllmOptions
 
 RELEASE_SECONDS = 10.0  # that going to sleep waits for running copies
@@ -61,7 +61,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Submit a store. Always True: `get_finished` reports failures."""
-        assert isinstance(dst_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
+        assert isinstance(dst_spec, ChunkLoadStoreSpec)  # noqa: S101  # this spec's manager made it
         problem = self._missing_blocks(src_spec, dst_spec)
         if problem:
             self._fail(job_id, problem)
@@ -73,7 +73,7 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Submit a load. Always True: `get_finished` reports failures."""
-        assert isinstance(src_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
+        assert isinstance(src_spec, ChunkLoadStoreSpec)  # noqa: S101  # this spec's manager made it
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
         elif self.worker is None:
@@ -156,7 +156,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         kind: type[Store] | type[Load],
         job_id: int,
         blocks: GPULoadStoreSpec,
-        chunks: ChunkSlots,
+        chunks: ChunkLoadStoreSpec,
     ) -> None:
         arrays = blocks.block_ids, blocks.group_sizes, blocks.block_indices
         try:
@@ -166,7 +166,7 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._log_once(f"a {kind.__name__.lower()} failed and is a cache miss: {cause(error)}")
             self._fail(job_id, str(error))
 
-    def _missing_blocks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
+    def _missing_blocks(self, blocks: GPULoadStoreSpec, chunks: ChunkLoadStoreSpec) -> str:
         """Return an error text if a store does not list its chunks' blocks up to their ends.
 
         vLLM leaves out blocks that a sliding window has passed. That is valid at the front of the

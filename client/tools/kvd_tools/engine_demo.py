@@ -118,11 +118,7 @@ class EngineDemo(ABC, Generic[EngineT]):
 
     @abstractmethod
     def hit_counter(self, engine: EngineT) -> Callable[[list[Completion]], int]:
-        """Start counting hits for a round.
-
-        Returns:
-            A function that is called with the round's completions and returns the hit tokens.
-        """
+        """Start a round; return the function from its completions to the number of hit tokens."""
 
     def show(self) -> None:
         """Run the demo. Exit with status 1 if a round had no hits or an answer changed."""
@@ -154,15 +150,11 @@ class EngineDemo(ABC, Generic[EngineT]):
             )
             with console.status("writing the model"):
                 start = self.prepare(folder, daemon.runtime_dir)
-            with self._engine(
-                "An", lambda: start(folder / "engine-1.log"), warm_up_prompt
-            ) as engine:
+            with self._engine("An", start, folder / "engine-1.log", warm_up_prompt) as engine:
                 console.print(f"\nTime to first token, of prompts sent one after another:\n{HEAD}")
                 rounds += [self._serve(name, engine, prompts) for name in ("cold", "warm")]
             console.print()
-            with self._engine(
-                "A new", lambda: start(folder / "engine-2.log"), warm_up_prompt
-            ) as engine:
+            with self._engine("A new", start, folder / "engine-2.log", warm_up_prompt) as engine:
                 console.print(f"\n{HEAD}")
                 rounds.append(self._serve("warm, in a new engine", engine, prompts))
             if not daemon.running:
@@ -172,13 +164,13 @@ class EngineDemo(ABC, Generic[EngineT]):
 
     @contextmanager
     def _engine(
-        self, article: str, start: Callable[[], EngineT], warm_up_prompt: list[int]
+        self, article: str, start: Callable[[Path], EngineT], log: Path, warm_up_prompt: list[int]
     ) -> Iterator[EngineT]:
         """Start an engine and warm it up."""
         started = time.monotonic()
         with ExitStack() as stack:
             with self.console.status(f"{article} engine starts"):
-                engine = start()
+                engine = start(log)
                 stack.enter_context(engine)
             seconds = time.monotonic() - started
             self.console.print(f"{article} engine is ready after {seconds:.0f} s.")
@@ -212,15 +204,9 @@ class Round:
 
 
 def _print_verdict(cold: Round, warm: Sequence[Round], console: Console) -> bool:
-    """Compare the warm rounds with the cold one, and print the result.
+    """Print how the warm rounds (same engine, then new engine) compare with the cold one.
 
-    Args:
-        cold: the round with an empty pool.
-        warm: a round in the same engine, then one in a new engine.
-        console: where the result is printed.
-
-    Returns:
-        Whether all warm rounds had hits and the same tokens.
+    Returns whether all warm rounds had hits and the same tokens.
     """
     ok = True
     for served in warm:

@@ -36,8 +36,7 @@ LLAMA = COMMON | {
 }
 
 
-# The model of the demos with a real engine. It has much KV for its size: even two cores load KV
-# faster than they compute it.
+# The model of the demos with a real engine: much KV for its size, so that loading is worthwhile.
 ANSWER_TOKENS = 8
 KV_HEADS, HEAD_DIM, VOCAB = 8, 128, 2048
 MODEL = LLAMA | {

@@ -51,32 +51,32 @@ Reports = Sequence[dict[str, Any]]
     "--device",
     "devices",
     multiple=True,
-    help="Test this lane only, such as host; may be given again [default: all].",
+    help="Test only this lane, such as host; may be given more than once [default: all].",
 )
 @click.option(
     "--timeout",
     default="30s",
     show_default=True,
     metavar="DURATION",
-    help="How long a lane may take for one thing; more while it pins a large pool.",
+    help="Time that a lane has for each request; more is needed while it pins a large pool.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_json: bool) -> None:
     """Store, load and compare bytes through each lane of a running daemon.
 
-    Tested are the host's lane, the lanes of CUDA devices that are up, and those of
-    the CUDA devices that this process sees. Each test is a small engine with a
-    namespace of its own: it stores random bytes, overwrites its memory, loads them
-    into other blocks, compares, drops its chunks and leaves; its space goes back
-    to the pool. Every step proves what it did. Engines are not disturbed: in a full
-    pool only chunks used longest ago go for it, those that lie in one thousandth
-    of the pool and the rest of their columns of its grid.
+    Tests the host's lane, the lanes of CUDA devices that are up, and the lanes of the
+    CUDA devices that this process sees. Each test is a small engine with its own
+    namespace: it stores random bytes, overwrites its memory, loads the bytes into other
+    blocks, compares them, drops its chunks and leaves; its space goes back to the pool.
+    Every step proves what it did. Engines are not disturbed: a full pool only evicts
+    its least recently used chunks, those in one thousandth of the pool and the rest of
+    their columns of its grid.
 
-    Of each tier below the pool it is told what the daemon says; no bytes go through
-    it, for what a test stores is kept by none.
+    For each tier below the pool, prints the daemon's status. No bytes go through a
+    tier, because tiers do not keep the chunks of a test.
 
-    Exit status 1 if a step failed, which is named, or if a tier is not used. A daemon
-    that drains refuses stores, so that its self-test fails and says so.
+    Exit status 1 if a step failed, which is named, or if a tier is not used. A draining
+    daemon refuses stores, so its self-test fails and says so.
 
     \b
     Examples:
@@ -211,7 +211,7 @@ def _memory(engine: SelftestEngine) -> str:
     for block in (0, engine.num_blocks - 1):
         engine.write([block], [engine.content[block % len(engine.content)]])
     if (engine.rows[0] != engine.content[0]).any():
-        raise StepFailed("what was written into the memory cannot be read back")
+        raise StepFailed("bytes that were written into the memory cannot be read back")
     return f"{engine.num_blocks} blocks of {engine.block_bytes} bytes"
 
 
@@ -238,7 +238,7 @@ def _register(engine: SelftestEngine) -> str:
 def _fill(engine: SelftestEngine) -> str:
     engine.write(engine.source, engine.content)
     if num_wrong := engine.differences(engine.source):
-        raise StepFailed(f"{num_wrong} bytes of the source are not what was to be written")
+        raise StepFailed(f"{num_wrong} bytes of the source are not those that were written")
     return f"{len(engine.source)} blocks hold random bytes"
 
 
@@ -275,7 +275,7 @@ def _compare(engine: SelftestEngine) -> str:
     blocks = engine.stored_blocks(engine.destination)
     num_bytes = len(blocks) * engine.block_bytes
     if num_wrong := engine.differences(blocks):
-        raise StepFailed(f"{num_wrong} of {num_bytes} loaded bytes are not what was stored")
+        raise StepFailed(f"{num_wrong} of {num_bytes} loaded bytes are not those that were stored")
     damaged = engine.rows[blocks[-1]].copy()
     damaged[-1] ^= 1
     engine.write(blocks[-1:], [damaged])

@@ -52,7 +52,7 @@ Rows = Bytes | CudaRows
 
 @contextmanager
 def blocks_on(
-    device: str, count: int, size: int
+    device: str, num_blocks: int, block_bytes: int
 ) -> Iterator[tuple[HostMemory | DeviceMemory, Rows]]:
     """Yield new memory of one storage, and its blocks as rows; free it with the context.
 
@@ -62,8 +62,8 @@ def blocks_on(
         UnsupportedMemory: there is no driver, or it cannot share memory.
     """
     if device == HOST:
-        memory = HostMemory.allocate(count * size)
-        yield memory, memory.array.reshape(count, size)
+        memory = HostMemory.allocate(num_blocks * block_bytes)
+        yield memory, memory.array.reshape(num_blocks, block_bytes)
         memory.close()
         return
     ordinal = visible_devices().get(device)
@@ -74,9 +74,9 @@ def blocks_on(
         )
     context = cuda_driver.PrimaryContext(ordinal)
     with context.current():
-        address = cuda_driver.allocate(count * size)
-        shared = DeviceMemory.at(address, count * size)
-    yield shared, CudaRows(context, address, size)
+        address = cuda_driver.allocate(num_blocks * block_bytes)
+        shared = DeviceMemory.at(address, num_blocks * block_bytes)
+    yield shared, CudaRows(context, address, block_bytes)
     shared.close()
     with context.current():
         cuda_driver.free(address)
@@ -152,16 +152,18 @@ class SelftestEngine:
         self.chunk_bytes = chunk_bytes_for(pool_bytes)
         self.block_bytes = size = self.chunk_bytes // BLOCKS_PER_CHUNK
         self.keys: Sequence[bytes] = [os.urandom(32) for _ in range(CHUNKS)]
-        blocks = CHUNKS * BLOCKS_PER_CHUNK
-        self.num_blocks = 2 * blocks
+        num_source = CHUNKS * BLOCKS_PER_CHUNK
+        self.num_blocks = 2 * num_source
         seed = int.from_bytes(os.urandom(8))
-        self.source = list(range(blocks))
-        self.destination = list(range(blocks, self.num_blocks))
+        self.source = list(range(num_source))
+        self.destination = list(range(num_source, self.num_blocks))
         random.Random(seed).shuffle(self.destination)  # no regular order of blocks
-        self._row_of = {
-            block: row for side in (self.source, self.destination) for row, block in enumerate(side)
+        self._content_row = {
+            block: row
+            for blocks in (self.source, self.destination)
+            for row, block in enumerate(blocks)
         }
-        self.content = np.random.default_rng(seed).integers(0, 256, (blocks, size), np.uint8)
+        self.content = np.random.default_rng(seed).integers(0, 256, (num_source, size), np.uint8)
         self.layout = RankLayout(
             num_blocks=self.num_blocks,
             blocks_per_chunk=BLOCKS_PER_CHUNK,
@@ -203,8 +205,8 @@ class SelftestEngine:
 
     def differences(self, blocks: Sequence[int]) -> int:
         """Return how many bytes of these blocks differ from the content to store."""
-        rows, content, row_of = self.rows, self.content, self._row_of
-        return sum(int((rows[block] != content[row_of[block]]).sum()) for block in blocks)
+        rows, content, content_row = self.rows, self.content, self._content_row
+        return sum(int((rows[block] != content[content_row[block]]).sum()) for block in blocks)
 
     def stored_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return those of the source or destination blocks whose chunks are stored."""
@@ -228,7 +230,7 @@ class SelftestEngine:
         """Load the stored chunks into the destination blocks."""
         with self.scheduler.prepare_load(self.stored) as ticket:
             if len(ticket) != len(self.stored):
-                raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks are there")
+                raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks can be loaded")
             self._move("load", ticket, self.stored_blocks(self.destination))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -260,7 +262,7 @@ class SelftestEngine:
     def _status(self) -> dict[str, Any]:
         status = self._observer.status()
         if not status:
-            raise StepFailed("the daemon does not answer any more")
+            raise StepFailed("the daemon no longer answers")
         return status
 
     def _refusal_reason(self, answers: Sequence[StoreAnswer]) -> str:
@@ -273,10 +275,10 @@ class SelftestEngine:
         if not answers:
             return f"the daemon does not serve the engine: {failed or 'no reason given'}"
         if not status["ready"]:
-            return f"there is no room yet: {failed}"
+            return f"the daemon is not ready: {failed}"
         return (
-            "the pool is full, and everything in it is pinned or being written, so that not even"
-            " a thousandth of it may go; try again when engines are less busy"
+            "the pool is full, and all of its chunks are pinned or being written; try again when"
+            " engines are less busy"
         )
 
     def leave(self) -> None:

@@ -170,7 +170,7 @@ class Demotion:
             elif outcome in {Outcome.GONE, Outcome.LATE}:
                 tier.counts.unkept += 1
             if outcome is not Outcome.OK and queues is not None:
-                queues.put_failed(*ref)
+                queues.note_put_failed(*ref)
         if unlisted and not tier.info.shared:
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unlisted)))]
         return []

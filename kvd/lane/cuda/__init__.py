@@ -1,1 +1,1 @@
-"""The CUDA backend of the lane: pinned pool, workers' memory by handle, streams and copies."""
+"""The CUDA backend: pinned pool, workers' memory by handle, streams and copies."""

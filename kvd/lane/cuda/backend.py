@@ -1,22 +1,22 @@
-"""The CUDA backend: the device's copy engines move the bytes, threads only enqueue and look.
+"""The CUDA backend: the device's copy engines move the bytes; threads only enqueue and poll.
 
-The device is found by UUID, since indices differ from process to process. The lane's threads and
-its own memory stay near it; the pool's memory is placed by who allocates it.
+The device is found by UUID, since indices differ between processes. The lane's threads and its own
+memory stay near it; the broker places the pool's memory.
 
-A worker's memory is opened by handle. Allocations are opened once, however many storages lie in
-them. How large they are is the driver's word, not the worker's: of an IPC handle it tells the size,
-and of a descriptor it maps no more than there is. (Virtual memory's size is not asked for:
-`cuMemGetAddressRange` tells it in some drivers, and only once it may be reached.)
+A worker's memory is opened by handle; an allocation is opened once, however many storages lie in
+it. Its size is the driver's word, not the worker's: the driver returns the size of an IPC handle's
+allocation, and maps no more of a descriptor's allocation than it has. (Not by
+`cuMemGetAddressRange`, which returns virtual memory's size in some drivers only, and only once the
+memory may be accessed.)
 
-Each piece is enqueued on the stream of its direction, with an event after it: one of few runs by
-the lane's thread, one of many by the direction's own (flow.py). `progress` asks the events. No
-stream ever waits for something that another process must do; the worker's timeline is the
-runner's to look at.
+Each piece is enqueued on the stream of its direction, with an event after it (streams.py);
+`progress` polls the events. No stream ever waits for another process; the runner reads workers'
+timelines.
 
 An error of one transfer is reported with that transfer, when nothing of it can move any more. An
-error of an import or a release concerns that memory alone. After an error the context is asked
-whether it still answers; where it does not, DeviceLost leaves this object: the lane process ends,
-the broker starts another, and the pool and its directory are as they were.
+error of an import or release affects that memory only. After any error the context is queried. If
+it does not answer, DeviceLost is raised: the lane process ends and the broker starts another; pool
+and directory are unchanged.
 """
 
 import logging
@@ -37,42 +37,42 @@ from kvd.errors import (
     LaneError,
 )
 from kvd.lane.cuda import driver
-from kvd.lane.cuda.copies import CudaRuns, PoolSide, RunSlice, choose, prepare
+from kvd.lane.cuda.copies import CudaRuns, PoolSide, RunSlice, choose_copier, prepare
 from kvd.lane.cuda.driver import Addresses
 from kvd.lane.cuda.pinning import PinnedPool
 from kvd.lane.cuda.streams import TransferStream
 from kvd.lane.device import PIECE_BYTES, CompletedTransfer, Device, Direction, MemoryId, Transfer
 from kvd.machine import cuda
 from kvd.machine.cuda import Undo
-from kvd.machine.numa import numbers
+from kvd.machine.numa import parse_cpu_list
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
 _log = logging.getLogger(__name__)
 
 
-def show_slice(name: str) -> None:
-    """Let this process see the MIG slice that is named, if one is.
+def show_mig_slice(name: str) -> None:
+    """Make the MIG slice of this name visible to this process, if the name is of one.
 
-    A process sees no more than one slice, and which one is settled before the driver starts.
+    A process sees one slice at most, which must be chosen before the driver starts.
     """
     if name.startswith("cuda:MIG-"):
         os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{_uuid(name)}"
 
 
-def find(name: str) -> int:
-    """Return the driver's handle of the device with this name, as a registration has it.
+def find_device(name: str) -> int:
+    """Return the driver's handle of the device that a registration names.
 
     Raises:
         CudaMissing: no device that this process sees has this UUID.
         CudaDriverError: the driver fails.
     """
     uuid = _uuid(name).bytes
-    seen = cuda.devices()
-    for device, other in seen:
-        if other == uuid:
+    devices = cuda.devices()
+    for device, device_uuid in devices:
+        if device_uuid == uuid:
             return device
-    listed = ", ".join(other.hex() for _, other in seen) or "none"
+    listed = ", ".join(device_uuid.hex() for _, device_uuid in devices) or "none"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
     raise CudaMissing(
@@ -85,35 +85,34 @@ def _uuid(name: str) -> UUID:
     return UUID(name.removeprefix("cuda:").removeprefix("MIG-"))
 
 
-def stay_near(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
-    """Bind this process to the processors near a device; threads that are started later follow."""
+def bind_near_device(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
+    """Bind this thread, and threads started later, to the processors near a device."""
     try:
         folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
-        near = numbers((folder / "local_cpulist").read_text("ascii"))
+        near = parse_cpu_list((folder / "local_cpulist").read_text("ascii"))
         allowed = os.sched_getaffinity(0)
         if near & allowed and not near >= allowed:
             os.sched_setaffinity(0, near & allowed)
-            _log.info("on the %d processors near the device", len(near & allowed))
+            _log.info("bound to the %d processors near the device", len(near & allowed))
     except (OSError, ValueError) as error:
         _log.info("the processors near device %s are not known: %s", pci_bus_id, error)
 
 
-_Key = bytes | tuple[VmmSegment, ...]
-# Storages that begin and end in the midst of segments map some of them up to three times.
-_MAPPED_TIMES = 4
+_AllocationKey = bytes | tuple[VmmSegment, ...]
+# Storages that begin or end inside segments map some of them up to three times.
+_MAX_MAPPINGS = 4
 
 
 class ImportedMemory:
-    """The storages of one worker.
+    """The mapped storages of one worker.
 
-    addresses: uint64[storages].
-    close: unmaps everything; nothing may be in flight. Where the driver refuses, the memory stays
-        the worker's and this process's until this process ends.
+    Attributes:
+        addresses: uint64[storages].
+        close: a function that unmaps everything; nothing may be in flight. If the driver refuses,
+            the memory stays mapped until this process ends.
 
     Args:
-        handles: one per storage.
-        sizes: bytes of each storage.
-        descriptors: what `fd_index` counts in; they stay the caller's.
+        handles, sizes, descriptors: see Device.import_memory.
         device: the device's handle.
 
     Raises:
@@ -128,36 +127,36 @@ class ImportedMemory:
         descriptors: Sequence[int],
         device: int,
     ) -> None:
-        self._descriptors = descriptors
-        self._device = device
-        self._opened: dict[_Key, tuple[int, int]] = {}
-        self._mapped = 0  # bytes that descriptors name, as claimed
+        self._descriptors, self._device = descriptors, device
+        self._allocations: dict[_AllocationKey, tuple[int, int]] = {}
+        self._claimed_bytes = 0  # of all descriptors
         try:
             with Undo() as self._undo:
                 starts = [
-                    self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
+                    self._map_storage(handle, size)
+                    for handle, size in zip(handles, sizes, strict=True)
                 ]
                 self.close = self._undo.pop_all().close
         except CudaDriverError as error:
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
 
-    def _storage(self, handle: Handle, size: int) -> int:
+    def _map_storage(self, handle: Handle, size: int) -> int:
         if isinstance(handle, IpcHandle):
-            key: _Key = handle.handle
+            key: _AllocationKey = handle.handle
         elif isinstance(handle, VmmHandle):
             key = handle.segments
         else:
             raise ImportFailed(
                 f"{type(handle).__name__} is host memory; this is the lane of a CUDA device"
             )
-        if key not in self._opened:
-            self._opened[key] = (
+        if key not in self._allocations:
+            self._allocations[key] = (
                 self._open_ipc(handle)
                 if isinstance(handle, IpcHandle)
                 else self._open_descriptors(handle.segments)
             )
-        start, nbytes = self._opened[key]
+        start, nbytes = self._allocations[key]
         claimed = handle.allocation if isinstance(handle, IpcHandle) else nbytes
         if claimed > nbytes or handle.offset + size > nbytes:
             raise ImportFailed(
@@ -176,34 +175,34 @@ class ImportedMemory:
             ) from error
         self._undo.add(driver.close_ipc, address)
         start, nbytes = driver.address_range(address)
-        # Offsets count from the allocation's start, which is what opening it returns.
+        # Offsets count from the opened address.
         return address, nbytes - (address - start)
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
         nbytes, limit = sum(segment.nbytes for segment in segments), cuda.total_memory(self._device)
-        self._mapped += nbytes
-        if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
+        self._claimed_bytes += nbytes
+        if nbytes > limit or self._claimed_bytes > _MAX_MAPPINGS * limit:
             raise ImportFailed(
-                f"an allocation of {nbytes} bytes is claimed, {self._mapped} bytes in all; the"
-                f" device has {limit}"
+                f"an allocation of {nbytes} bytes is claimed, {self._claimed_bytes} bytes in all;"
+                f" the device has {limit}"
             )
-        named = [(self._descriptors[segment.fd_index], segment.nbytes) for segment in segments]
-        return driver.map_descriptors(named, self._device, self._undo), nbytes
+        sized = [(self._descriptors[segment.fd_index], segment.nbytes) for segment in segments]
+        return driver.map_descriptors(sized, self._device, self._undo), nbytes
 
 
-MOST_IN_FLIGHT = 256  # transfers of each direction
+MAX_IN_FLIGHT = 256  # transfers of each direction
 
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """What tests choose about a device.
+    """Options of a CUDA device that tests set.
 
     registration_bytes: of one registration of the pool; see PinnedPool.
     piece_bytes, bulk_bytes: see Device.
-    bytes_in_flight: of each direction, above which no more is asked for.
-    stuck_seconds: after which a device that ends nothing, or a call that pins or unpins, is given
-        up.
-    inline_runs: see Flow.
+    bytes_in_flight: of each direction, from which on the device has no room.
+    stuck_seconds: the lane ends if no transfer ends, or a call of the driver to pin or unpin does
+        not return, for this long.
+    inline_runs: see TransferStream.
     """
 
     registration_bytes: int | None = None
@@ -218,11 +217,9 @@ class CudaDevice(Device):
     """Moves bytes between workers' memory on one CUDA device and the pool.
 
     Args:
-        name: the device's, with its UUID.
-        pool_fd: the pool's file; stays the caller's.
-        pool_bytes: its size.
-        options: see Options.
-        pin_lock: see PinnedPool.
+        name: of the device, with its UUID.
+        pool_fd, pool_bytes, pin_lock: see PinnedPool.
+        options: for tests.
 
     Raises:
         CudaMissing: no driver, no bindings, no such device, or one that allows no context.
@@ -245,20 +242,20 @@ class CudaDevice(Device):
         self.bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.bulk_bytes)
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0
-        self._pool_failures = 0  # after which the context answered
+        self._seen_pool_failures = 0  # after these the context has answered
         cuda.start()
-        if lacking := cuda.version_warning():
-            _log.warning("%s", lacking)
-        self._device = find(name)
-        if refusal := cuda.compute_mode_problem(self._device):
-            raise CudaMissing(refusal)
-        stay_near(cuda.pci_bus_id(self._device))
+        if warning := cuda.version_warning():
+            _log.warning("%s", warning)
+        self._device = find_device(name)
+        if problem := cuda.compute_mode_problem(self._device):
+            raise CudaMissing(problem)
+        bind_near_device(cuda.pci_bus_id(self._device))
         self._undo = Undo()
-        with Undo() as failed:
-            failed.push(self._undo)
+        with Undo() as on_failure:
+            on_failure.push(self._undo)
             self._set_up(pool_fd, pool_bytes, pin_lock)
             _log.info("%s: %r", cuda.device_name(self._device), self.copier)
-            failed.pop_all()
+            on_failure.pop_all()
 
     def _set_up(self, pool_fd: int, pool_bytes: int, pin_lock: int | None) -> None:
         undo, options = self._undo, self._options
@@ -269,12 +266,12 @@ class CudaDevice(Device):
         with Undo() as trial:
             stream = driver.create_stream(least)
             trial.add(driver.destroy_stream, stream)
-            self.copier = choose(stream)
-        self._flows = {
-            way: TransferStream(
-                way, priority, self.copier, context, undo, inline_runs=options.inline_runs
+            self.copier = choose_copier(stream)
+        self._streams = {
+            direction: TransferStream(
+                direction, priority, self.copier, context, undo, inline_runs=options.inline_runs
             )
-            for way, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
+            for direction, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
         }
         self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes, pin_lock)
         undo.add(self._pool.close)
@@ -282,20 +279,20 @@ class CudaDevice(Device):
     @property
     def usable_bytes(self) -> int:
         """See Device."""
-        return self._pool.usable
+        return self._pool.usable_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """See Device."""
-        return self._pool.pinned
+        return self._pool.pinned_bytes
 
-    def use_arena(self, memory: MemoryId, begin: int, end: int) -> None:
+    def pin_arena(self, memory: MemoryId, begin: int, end: int) -> None:
         """See Device."""
-        self._pool.need(memory, begin, end)
+        self._pool.request(memory, begin, end)
 
-    def holds(self, begin: int, end: int) -> bool:
+    def is_usable(self, begin: int, end: int) -> bool:
         """See Device."""
-        return self._pool.holds(begin, end)
+        return self._pool.is_usable(begin, end)
 
     @property
     def pool_error(self) -> str:
@@ -312,14 +309,14 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            DeviceLost: the import failed, and the context does not answer any more.
+            DeviceLost: the import failed, and the context does not answer.
         """
         if self._pool.error:
             raise ImportFailed(self._pool.error)
         try:
             imported = ImportedMemory(handles, sizes, descriptors, self._device)
         except ImportFailed as error:
-            self._end_if_lost(error)
+            self._raise_if_lost(error)
             raise
         self._last_id += 1
         memory = MemoryId(self._last_id)
@@ -330,64 +327,60 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            DeviceLost: the release failed, and the context does not answer any more.
+            DeviceLost: the release failed, and the context does not answer.
         """
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
-        if any(flow.uses(memory) for flow in self._flows.values()):
+        if any(stream.uses(memory) for stream in self._streams.values()):
             raise LaneError(f"transfers are in flight on memory {memory}")
-        self._pool.drop(memory)
+        self._pool.release(memory)
         try:
             self._memories.pop(memory).close()
         except CudaDriverError as error:
-            self._end_if_lost(error)
+            self._raise_if_lost(error)
             _log.error("a worker's memory stays mapped until this lane ends: %s", error)
 
     def has_room(self, direction: Direction) -> bool:
         """See Device."""
-        flow = self._flows[direction]
-        return flow.nbytes < self._options.bytes_in_flight and len(flow) < MOST_IN_FLIGHT
+        stream = self._streams[direction]
+        return stream.nbytes < self._options.bytes_in_flight and len(stream) < MAX_IN_FLIGHT
 
     @property
     def in_flight(self) -> int:
         """See Device."""
-        return sum(map(len, self._flows.values()))
+        return sum(map(len, self._streams.values()))
 
     def prepare(
-        self,
-        memory: MemoryId,
-        direction: Direction,
-        pool_base: int,
-        copies: Copies,
+        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
     ) -> CudaRuns:
         """See Device."""
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
-        pool = PoolSide(pool_base, self._pool.piece_bytes, self._pool.where)
-        longest = self.piece_bytes[direction]
-        return prepare(copies, pool, self._memories[memory].addresses, longest)
+        pool = PoolSide(pool_base, self._pool.piece_bytes, self._pool.address_bases)
+        addresses = self._memories[memory].addresses
+        return prepare(copies, pool, addresses, self.piece_bytes[direction])
 
     def submit(self, transfer: Transfer) -> None:
         """See Device."""
         if transfer.memory not in self._memories:
             raise LaneError(f"memory {transfer.memory} is not mapped")
-        if not isinstance(transfer.moves, CudaRuns):
-            raise LaneError(f"{transfer.moves!r} was not prepared by this device")
-        runs = RunSlice(transfer.moves.columns, transfer.begin, transfer.end)
-        self._flows[transfer.direction].enqueue(transfer, runs)
+        if not isinstance(transfer.runs, CudaRuns):
+            raise LaneError("the runs were not prepared by this device")
+        runs = RunSlice(transfer.runs.columns, transfer.begin, transfer.end)
+        self._streams[transfer.direction].enqueue(transfer, runs)
 
     def progress(self) -> list[CompletedTransfer]:
         """See Device.
 
         Raises:
-            DeviceLost: the context does not answer any more.
+            DeviceLost: the context does not answer.
             LaneError: a transfer or a call of the driver hangs.
         """
-        ended = []
-        for flow in self._flows.values():
-            ended += flow.progress()
-        self._check_pulse()
-        return ended
+        completed = []
+        for stream in self._streams.values():
+            completed += stream.progress()
+        self._check_liveness()
+        return completed
 
     def close(self) -> None:
         """See Device.
@@ -402,18 +395,18 @@ class CudaDevice(Device):
         self._memories.clear()
         self._undo.close()
 
-    def _end_if_lost(self, error: LaneError) -> None:
-        if not driver.is_alive(self._flows[Direction.LOAD].stream):
+    def _raise_if_lost(self, error: LaneError) -> None:
+        if not driver.is_alive(self._streams[Direction.LOAD].stream):
             raise DeviceLost(str(error)) from error
 
-    def _check_pulse(self) -> None:
-        """Raise where the device or the driver hangs, or the context is lost."""
+    def _check_liveness(self) -> None:
+        """Raise if the device or the driver hangs, or the context is lost."""
         limit, pool = self._options.stuck_seconds, self._pool
-        for flow in self._flows.values():
-            if flow.stuck_seconds > limit:
-                raise LaneError(f"the device hangs: {flow!r}, none has ended in {limit:g} s")
+        for stream in self._streams.values():
+            if stream.stuck_seconds > limit:
+                raise LaneError(f"the device hangs: {stream!r}, none has ended in {limit:g} s")
         if pool.stuck_seconds > limit:
             raise LaneError(f"the driver hangs: {pool!r} are pinned, unchanged for {limit:g} s")
-        if pool.failures != self._pool_failures:
-            self._pool_failures = pool.failures
-            self._end_if_lost(LaneError(pool.error or "the pool cannot be unpinned"))
+        if pool.num_failures != self._seen_pool_failures:
+            self._seen_pool_failures = pool.num_failures
+            self._raise_if_lost(LaneError(pool.error or "the pool cannot be unpinned"))

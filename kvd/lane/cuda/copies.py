@@ -1,18 +1,15 @@
-"""A job's runs as the driver takes them, and how those of a piece are copied.
+"""A job's runs by address, and the ways to copy those of a piece.
 
-Runs are columns of addresses, made once a job. Most jobs have the same runs in every layer. Then a
-column is one addition for all of it, and what must hold of every run is asked for all layers
-together.
+Runs are columns of addresses, computed once a job. Most jobs have the same runs in every layer:
+then a column is one addition, and each check of runs is made for all layers together.
 
-A piece's runs are copied by one `cuMemcpyBatchAsync`, or below driver 12.8 one by one. The copy
-engines move the bytes and disturb no computing. The driver's functions are called by their
-addresses: the bindings take lists of objects, which for a piece of 500 runs cost more than the
-copy.
+One `cuMemcpyBatchAsync` copies a piece; below driver 12.8 each run is one call. The copy engines
+move the bytes and do not disturb computing. The driver's functions are called by their addresses:
+the bindings take lists of objects, which for a piece of 500 runs cost more than the copy.
 
-Sources of stores are read in stream order only: the engine may reuse its blocks as soon as the
-event after the copies is reached, and reads ahead of the stream could see what it has not computed
-yet. Sources of loads lie in the pool, which does not change while the chunk is leased; they may be
-read at any time.
+Sources of stores are read in stream order only: the engine may reuse its blocks once the event
+after the copies is reached, and reads ahead of the stream could see what it has not computed yet.
+Sources of loads may be read at any time: the pool does not change while the chunk is leased.
 """
 
 import ctypes
@@ -43,27 +40,27 @@ _WORD = 8
 class Columns:
     """Runs by address: uint64[3, runs], each row contiguous.
 
-    Row HOST: the pool's side, where the device finds it, which need not be where this process
-    does. Row DEVICE: the worker's side. Row NBYTES: the length.
+    Row HOST: the device's address in the pool, which may differ from this process's. Row DEVICE:
+    the address in the worker's memory. Row NBYTES: the length.
     """
 
-    __slots__ = ("_begins", "table")
+    __slots__ = ("_row_addresses", "table")
 
     def __init__(self, table: Addresses) -> None:
         self.table = table
-        # Half as long as by `ctypes.data`, which makes an object.
+        # Twice as fast as `ctypes.data`, which makes an object.
         (first, _), row = table.__array_interface__["data"], table.strides[0]
-        self._begins = (first, first + row, first + 2 * row)
+        self._row_addresses = (first, first + row, first + 2 * row)
 
     def pointers(self, run: int) -> tuple[int, int, int]:
-        """Where the numbers of a run and of those behind it lie, by row."""
-        host, device, nbytes = self._begins
-        skip = _WORD * run
-        return host + skip, device + skip, nbytes + skip
+        """Return the address of a run's number in each row."""
+        host, device, sizes = self._row_addresses
+        offset = _WORD * run
+        return host + offset, device + offset, sizes + offset
 
     @property
     def all(self) -> "RunSlice":
-        """All of them."""
+        """All runs."""
         return RunSlice(self, 0, self.table.shape[1])
 
 
@@ -77,11 +74,11 @@ class RunSlice:
 
     @property
     def table(self) -> Addresses:
-        """Their part of the table: uint64[3, runs]."""
+        """Its part of the table: uint64[3, runs]."""
         return self.columns.table[:, self.begin : self.end]
 
     def pointers(self) -> tuple[int, int, int]:
-        """Where their numbers begin, by row."""
+        """Return the address of the first run's number in each row."""
         return self.columns.pointers(self.begin)
 
     def __len__(self) -> int:
@@ -89,11 +86,7 @@ class RunSlice:
 
 
 class CudaRuns(PreparedRuns):
-    """Runs by address, none across two registrations of the pool.
-
-    ends: see Moves.
-    columns: see Columns.
-    """
+    """Runs by address, none across two registrations of the pool."""
 
     __slots__ = ("columns",)
 
@@ -103,53 +96,53 @@ class CudaRuns(PreparedRuns):
 
 
 class PoolSide(NamedTuple):
-    """Where a job's arena lies, as the device finds it.
+    """A job's arena, by the device's addresses.
 
-    base: where the arena begins in the pool.
-    unit: bytes of one registration of the pool.
-    where: uint64[registrations], what to add to an offset in the pool for an address.
+    base: offset of the arena in the pool.
+    registration_bytes: size of one registration of the pool.
+    address_bases: uint64[registrations], the device's address of a byte minus its offset in the
+        pool.
     """
 
     base: int
-    unit: int
-    where: Addresses
+    registration_bytes: int
+    address_bases: Addresses
 
 
-def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -> CudaRuns:
-    """Turn runs into addresses; what they touch of the pool is pinned.
+def prepare(copies: Copies, pool: PoolSide, storages: Addresses, max_bytes: int) -> CudaRuns:
+    """Return a job's runs by address, of at most `max_bytes` each.
 
-    Args:
-        copies: a job's runs.
-        pool: see PoolSide.
-        storages: uint64[storages], where the worker's storages begin.
-        longest: bytes of a run, at most.
+    `storages` has the addresses of the worker's storages: uint64[storages]. The runs' bytes in the
+    pool must be pinned.
     """
     starts = storages.view(np.int64)
-    moves = None
+    runs = None
     if len(copies.grids) == 1:
-        moves = _of_grid(copies.grids[0], pool, starts, longest)
+        runs = _from_grid(copies.grids[0], pool, starts, max_bytes)
     elif copies.few:
-        moves = _of_few(copies.runs, pool, starts, longest)
-    return moves or _of_columns(copies.shorten(longest).split(pool.unit, pool.base), pool, starts)
+        runs = _from_few(copies.runs, pool, starts, max_bytes)
+    if runs:
+        return runs
+    cut = copies.shorten(max_bytes).split(pool.registration_bytes, pool.base)
+    return _from_columns(cut, pool, starts)
 
 
-def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaRuns | None:
-    """The same runs in each region: additions of what differs by region to what differs by run.
+def _from_grid(grid: Grid, pool: PoolSide, storages: Ints, max_bytes: int) -> CudaRuns | None:
+    """Return the runs of equal regions, by adding each region's start to the runs' offsets.
 
-    None if one run may have to be cut.
+    None if a run may have to be cut.
     """
     regions, nbytes = grid.regions, grid.nbytes
     begin = grid.arena + (pool.base + regions.first)
-    registration = begin // pool.unit
+    registration = begin // pool.registration_bytes
     end = begin + nbytes
     end += regions.last - regions.first - 1
-    end //= pool.unit
-    # Of short arrays, bytes are compared fastest.
-    if grid.longest > longest or end.tobytes() != registration.tobytes():
+    end //= pool.registration_bytes
+    # Comparing bytes is fastest for short arrays.
+    if grid.longest > max_bytes or end.tobytes() != registration.tobytes():
         return None
-    count, runs = len(regions.start), len(nbytes)
-    table = np.empty((3, count, runs), np.int64)
-    begin += pool.where[registration].view(np.int64)
+    table = np.empty((3, len(regions.start), len(nbytes)), np.int64)
+    begin += pool.address_bases[registration].view(np.int64)
     begin -= regions.first
     np.add(regions.start[:, np.newaxis], begin, out=table[HOST])
     starts = storages[regions.storage] + regions.offset
@@ -158,77 +151,81 @@ def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaRu
     return CudaRuns(table[NBYTES].cumsum(), table.reshape(3, -1))
 
 
-def _of_few(runs: Sequence[Run], pool: PoolSide, storages: Ints, longest: int) -> CudaRuns | None:
-    """One by one; None if one run must be cut."""
+def _from_few(
+    runs: Sequence[Run], pool: PoolSide, storages: Ints, max_bytes: int
+) -> CudaRuns | None:
+    """Return a few runs, computed one by one; None if a run must be cut."""
     host, device, sizes = [], [], []
     for storage, offset, arena, nbytes in runs:
-        number, inside = divmod(pool.base + arena, pool.unit)
-        if nbytes > longest or inside + nbytes > pool.unit:
+        registration, offset_inside = divmod(pool.base + arena, pool.registration_bytes)
+        if nbytes > max_bytes or offset_inside + nbytes > pool.registration_bytes:
             return None
-        host.append((pool.base + arena + int(pool.where[number])) % 2**64)
+        host.append((pool.base + arena + int(pool.address_bases[registration])) % 2**64)
         device.append(int(storages[storage]) + offset)
         sizes.append(nbytes)
     table = np.array([host, device, sizes], np.uint64).view(np.int64)
     return CudaRuns(list(accumulate(sizes)), table)
 
 
-def _of_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaRuns:
+def _from_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaRuns:
     storage, offset, arena, nbytes = copies.columns
     table = np.empty((3, len(nbytes)), np.int64)
     np.add(arena, pool.base, out=table[HOST])
-    table[HOST] += pool.where[table[HOST] // pool.unit].view(np.int64)
+    table[HOST] += pool.address_bases[table[HOST] // pool.registration_bytes].view(np.int64)
     np.add(storages[storage], offset, out=table[DEVICE])
     table[NBYTES] = nbytes
     return CudaRuns(nbytes.cumsum(), table)
 
 
-# Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
-# was wrong. A driver has those that are not newer than itself.
+# Forms of cuMemcpyBatchAsync: the version that introduced it, and whether it returns the index of a
+# wrong copy. A driver has the forms that are not newer than itself.
 _BATCH_FORMS = ((13000, False), (12080, True))
 _TRIAL_BYTES = 2**16
 _TRIAL_RUN_BYTES = 1000
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`, called with columns of numbers as they lie in memory.
+    """Copies by `cuMemcpyBatchAsync`, called with columns in memory.
 
     Args:
-        overlap: request CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: the copy engines, where the
-            driver might copy by kernels, which take the device from those who compute. Drivers
-            that do not know the flag refuse the first batch.
+        overlap: request CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy by the copy engines, not
+            by kernels, which would compete with the engine's. Drivers that do not know the flag
+            refuse the first batch.
 
     Attributes:
         overlap: as requested.
-        tells_index: whether this driver's form tells which copy was wrong.
+        returns_index: whether this driver's form returns the index of a wrong copy.
 
     Raises:
         CudaDriverError: this driver lacks the function.
     """
 
     def __init__(self, *, overlap: bool) -> None:
-        have = version()
-        # The newest that the driver has: asked for a newer one, it could answer with an older form.
-        form = next((form for form in _BATCH_FORMS if form[0] <= have), None)
+        driver_version = version()
+        # Request a form that the driver has: for a newer one it could return an older form.
+        form = next((form for form in _BATCH_FORMS if form[0] <= driver_version), None)
         if form is None:
             attempted = "looking for cuMemcpyBatchAsync"
-            raise CudaDriverError(-1, f"not in a driver for CUDA {version_text(have)}", attempted)
-        since, self.tells_index = form
+            raise CudaDriverError(
+                -1, f"not in a driver for CUDA {version_text(driver_version)}", attempted
+            )
+        since, self.returns_index = form
         self.overlap = overlap
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._function = ctypes.CFUNCTYPE(
             ctypes.c_int,
             *(pointer, pointer, pointer, size),  # targets, sources, sizes, count
             *(pointer, pointer, size),  # attributes, first indices, their number
-            *((pointer,) if self.tells_index else ()),
+            *((pointer,) if self.returns_index else ()),
             pointer,  # stream
         )(_address_of("cuMemcpyBatchAsync", since))
         self._attributes = [_attributes(order, overlap=overlap) for order in ("STREAM", "ANY")]
-        # The attributes count from copy 0 on. The driver reads `_first`, and writes `_wrong`.
-        self._first, self._wrong = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        first = ctypes.addressof(self._first)
-        ends = (ctypes.addressof(self._wrong),) if self.tells_index else ()
-        # By whether the order is any: what follows the number of copies.
-        self._rest = [(one.getPtr(), first, 1, *ends) for one in self._attributes]
+        # The attributes hold from copy 0 on. The driver reads `_first_copy`, writes `_wrong_copy`.
+        self._first_copy, self._wrong_copy = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        first = ctypes.addressof(self._first_copy)
+        wrong = (ctypes.addressof(self._wrong_copy),) if self.returns_index else ()
+        # The arguments after the number of copies, indexed by `source_in_any_order`.
+        self._trailing = [(attribute.getPtr(), first, 1, *wrong) for attribute in self._attributes]
 
     def enqueue(
         self,
@@ -240,28 +237,23 @@ class BatchCopy:
         *,
         source_in_any_order: bool,
     ) -> None:
-        """Enqueue copies, in any order among themselves.
+        """Enqueue `count` copies, at least one, which may run in any order.
 
-        Args:
-            targets: where uint64[count] lie, each an address as the device knows it.
-            sources: the same.
-            sizes: the same, in bytes.
-            count: of copies, at least one.
-            stream: where.
-            source_in_any_order: sources may be read at any time until the copies have ended;
-                otherwise not before the stream gets there.
+        `targets`, `sources` and `sizes` are the addresses of uint64[count] each: addresses that the
+        device knows, and bytes. With `source_in_any_order`, sources may be read at any time until
+        the copies have ended; otherwise only when the stream reaches them.
 
         Raises:
             CudaDriverError: some may have been enqueued.
         """
-        rest = self._rest[source_in_any_order]
-        # The bindings' handles are numbers.
-        code = self._function(targets, sources, sizes, count, *rest, int(stream))  # type: ignore[call-overload]
+        trailing = self._trailing[source_in_any_order]
+        # Handles of the bindings are numbers.
+        code = self._function(targets, sources, sizes, count, *trailing, int(stream))  # type: ignore[call-overload]
         if code:
             check(code, f"enqueueing {count} copies")
 
     def copy(self, runs: RunSlice, direction: Direction, stream: Stream) -> None:
-        """Enqueue runs, one at least.
+        """Enqueue copies of runs, at least one.
 
         Raises:
             CudaDriverError: some may have been enqueued.
@@ -276,7 +268,7 @@ class BatchCopy:
 
 
 class SingleCopies:
-    """`cuMemcpyAsync`, called for each run; sources are read when the stream gets there.
+    """Copies by one `cuMemcpyAsync` a run; sources are read when the stream reaches them.
 
     Raises:
         CudaDriverError: this driver lacks the function.
@@ -305,18 +297,15 @@ class SingleCopies:
 Copier: TypeAlias = BatchCopy | SingleCopies
 
 
-def choose(stream: Stream) -> Copier:
-    """Return the first way that works: batches by the copy engines, batches, one by one.
+def choose_copier(stream: Stream) -> Copier:
+    """Return the first copier that works: batches by the copy engines, batches, single copies.
 
-    Batches are tried with a few bytes, there and back.
-
-    Args:
-        stream: for the trial; this function waits for it.
+    Batches are tried with a few bytes in both directions on `stream`, for which this waits.
 
     Raises:
         CudaDriverError: there is no memory for the trial, or this driver has no way to copy.
     """
-    why = ""
+    reason = ""
     with Undo() as undo:
         trial = _Trial(undo)
         for overlap in (True, False):
@@ -324,16 +313,16 @@ def choose(stream: Stream) -> Copier:
                 copier = BatchCopy(overlap=overlap)
                 trial.run(copier, stream)
             except CudaDriverError as error:
-                driver.wait_for_stream(stream)  # some of the copies may be on their way
-                why = str(error)
+                driver.wait_for_stream(stream)  # some of the copies may have been enqueued
+                reason = str(error)
             else:
                 return copier
-    _log.info("copies are enqueued one by one: %s", why)
+    _log.info("copies are enqueued one by one: %s", reason)
     return SingleCopies()
 
 
 class _Trial:
-    """Pinned host memory and as much device memory, for two copies there and back."""
+    """Pinned host memory and device memory of the same size, for two copies in each direction."""
 
     def __init__(self, undo: Undo) -> None:
         self._memory = mmap.mmap(-1, _TRIAL_BYTES)
@@ -370,7 +359,7 @@ class _Trial:
 
 
 def _address_of(name: str, since: int) -> int:
-    """The address of a driver function, in the form that a version brought."""
+    """Return the address of a driver function, in the form that a version introduced."""
     attempted = f"looking for {name}"
     flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, status = call(attempted, "cuGetProcAddress", name.encode(), since, flags)

@@ -1,11 +1,10 @@
-"""A device as its lane uses it: contexts, streams, events and memory.
+"""Functions of the CUDA driver: contexts, streams, events and memory.
 
-With copies.py and `kvd.machine.cuda`, which calls the driver, the only modules that name its
-functions. `free`, `close_ipc` and functions named `wait_…` wait for the device, no other function
-does.
+Only this module, copies.py and `kvd.machine.cuda` name the driver's functions. `free`, `close_ipc`
+and functions named `wait_…` wait for the device; no other function does.
 
-An error code does not tell whether the context is lost: the driver returns 999 or 719 for a bad
-handle, too, and works on. `is_alive` asks the context.
+An error code does not tell whether the context is lost: the driver also returns 999 or 719 for a
+bad handle, and works on. `is_alive` queries the context.
 """
 
 import ctypes
@@ -30,49 +29,49 @@ _NOT_READY = 600
 
 
 def retain_context(device: int) -> Context:
-    """The device's primary context, made if need be; `release_context` gives it back."""
+    """Return the device's primary context, created if need be; see `release_context`."""
     return Context(call("making a context", "cuDevicePrimaryCtxRetain", device))
 
 
 def release_context(device: int) -> None:
-    """Give the primary context back."""
+    """Release the primary context."""
     call("releasing the context", "cuDevicePrimaryCtxRelease", device)
 
 
 def use_context(context: Context) -> None:
-    """Make it the calling thread's context; every thread needs that once."""
+    """Make it the calling thread's context; every thread must call this once."""
     call("making the context current", "cuCtxSetCurrent", context)
 
 
 def priorities() -> tuple[int, int]:
-    """The numbers of the least and of the greatest priority; equal where there is only one."""
+    """Return the least and the greatest stream priority; equal if there is only one."""
     least, greatest = call("asking for priorities", "cuCtxGetStreamPriorityRange")
     return int(least), int(greatest)
 
 
 def create_stream(priority: int) -> Stream:
-    """A stream that waits for no other."""
+    """Create a stream that waits for no other."""
     flags = bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
     return Stream(call("creating a stream", "cuStreamCreateWithPriority", flags, priority))
 
 
 def destroy_stream(stream: Stream) -> None:
-    """Destroy it; nothing may be in flight there."""
+    """Destroy a stream; nothing may be in flight on it."""
     call("destroying a stream", "cuStreamDestroy", stream)
 
 
 def wait_for_stream(stream: Stream) -> None:
-    """Wait for everything that was enqueued there."""
+    """Wait for everything enqueued on a stream."""
     call("waiting for a stream", "cuStreamSynchronize", stream)
 
 
 def is_idle(stream: Stream) -> bool:
-    """Whether everything enqueued there has ended."""
+    """Return whether everything enqueued on a stream has ended."""
     return _reached("asking whether a stream is idle", "cuStreamQuery", stream)
 
 
 def is_alive(stream: Stream) -> bool:
-    """Whether the context of a stream still answers."""
+    """Return whether the context of a stream still answers."""
     try:
         is_idle(stream)
     except CudaDriverError:
@@ -81,28 +80,28 @@ def is_alive(stream: Stream) -> bool:
 
 
 def create_event() -> Event:
-    """An event without a time."""
+    """Create an event without a timestamp."""
     flags = bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING
     return Event(call("creating an event", "cuEventCreate", flags))
 
 
 def destroy_event(event: Event) -> None:
-    """Destroy it."""
+    """Destroy an event."""
     call("destroying an event", "cuEventDestroy", event)
 
 
 def record(event: Event, stream: Stream) -> None:
-    """Let the event mark all that was enqueued on the stream until now."""
+    """Make the event mark everything enqueued on the stream until now."""
     call("recording an event", "cuEventRecord", event, stream)
 
 
 def is_reached(event: Event) -> bool:
-    """Whether all that the event marks has ended."""
+    """Return whether everything that the event marks has ended."""
     return _reached("asking whether copies have ended", "cuEventQuery", event)
 
 
-def _reached(attempted: str, name: str, what: object) -> bool:
-    code = call_raw(attempted, name, what)[0]
+def _reached(attempted: str, function: str, handle: object) -> bool:
+    code = call_raw(attempted, function, handle)[0]
     if code == _NOT_READY:  # the usual answer, which is no error
         return False
     check(code, attempted)
@@ -120,19 +119,19 @@ def register_host(address: int, nbytes: int) -> None:
 
 
 def unregister_host(address: int) -> None:
-    """Unpin what was pinned from this address on."""
+    """Unpin host memory that begins at this address."""
     call("unpinning host memory", "cuMemHostUnregister", address)
 
 
 def device_address(address: int) -> int:
-    """Where the device finds pinned host memory; batches need that."""
+    """Return the device's address of pinned host memory."""
     return int(
         call("mapping pinned memory for the device", "cuMemHostGetDevicePointer", address, 0)
     )
 
 
 def allocate(nbytes: int) -> int:
-    """Device memory; its address."""
+    """Allocate device memory; return its address."""
     return int(call(f"allocating {nbytes} bytes on the device", "cuMemAlloc", nbytes))
 
 
@@ -142,38 +141,38 @@ def free(address: int) -> None:
 
 
 def address_range(address: int) -> tuple[int, int]:
-    """Start and size of the allocation in which an address lies."""
+    """Return start and size of the allocation that contains an address."""
     start_address, nbytes = call("looking at an allocation", "cuMemGetAddressRange", address)
     return int(start_address), int(nbytes)
 
 
 def open_ipc(handle: bytes) -> int:
-    """Map another process's allocation, named by a handle of 64 bytes; where it starts."""
+    """Map another process's allocation by its handle of 64 bytes; return where it starts."""
     cuda = bindings()
-    named = cuda.CUipcMemHandle()
-    ctypes.memmove(named.getPtr(), handle, len(handle))
+    struct = cuda.CUipcMemHandle()
+    ctypes.memmove(struct.getPtr(), handle, len(handle))
     flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    return int(call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
+    return int(call("opening a worker's memory", "cuIpcOpenMemHandle", struct, flags))
 
 
 def close_ipc(address: int) -> None:
-    """Unmap what `open_ipc` mapped."""
+    """Unmap an allocation that `open_ipc` mapped."""
     call("closing a worker's memory", "cuIpcCloseMemHandle", address)
 
 
 def map_descriptors(segments: Sequence[tuple[int, int]], device: int, undo: Undo) -> int:
-    """Map device memory that file descriptors name, for the device to read and write.
+    """Map device memory by file descriptors, for the device to read and write.
 
-    The driver refuses to map more of an allocation than it has.
+    The driver refuses to map more bytes than an allocation has.
 
     Args:
-        segments: descriptors, which stay the caller's, each with all bytes of its allocation. They
-            are mapped one after another.
+        segments: descriptor, which stays the caller's, and size of each allocation. They are
+            mapped one after another.
         device: the device's handle.
         undo: gets the calls that unmap them.
 
     Returns:
-        Where the first one begins.
+        The address of the first one.
     """
     cuda = bindings()
     kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -181,16 +180,16 @@ def map_descriptors(segments: Sequence[tuple[int, int]], device: int, undo: Undo
     access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
     access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    named = "a worker's memory"
+    name = "a worker's memory"
     total = sum(nbytes for _, nbytes in segments)
     reserving = f"reserving {total} bytes of addresses"
-    begin = at = int(call(reserving, "cuMemAddressReserve", total, 0, 0, 0))
+    begin = address = int(call(reserving, "cuMemAddressReserve", total, 0, 0, 0))
     undo.add(call, "giving addresses back", "cuMemAddressFree", begin, total)
     for descriptor, nbytes in segments:
-        memory = call(f"importing {named}", "cuMemImportFromShareableHandle", descriptor, kind)
-        undo.add(call, f"releasing {named}", "cuMemRelease", memory)
-        call(f"mapping {nbytes} bytes of {named}", "cuMemMap", at, nbytes, 0, memory, 0)
-        undo.add(call, f"unmapping {named}", "cuMemUnmap", at, nbytes)
-        at += nbytes
-    call(f"allowing access to {named}", "cuMemSetAccess", begin, total, [access], 1)
+        memory = call(f"importing {name}", "cuMemImportFromShareableHandle", descriptor, kind)
+        undo.add(call, f"releasing {name}", "cuMemRelease", memory)
+        call(f"mapping {nbytes} bytes of {name}", "cuMemMap", address, nbytes, 0, memory, 0)
+        undo.add(call, f"unmapping {name}", "cuMemUnmap", address, nbytes)
+        address += nbytes
+    call(f"allowing access to {name}", "cuMemSetAccess", begin, total, [access], 1)
     return begin

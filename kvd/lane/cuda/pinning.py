@@ -1,23 +1,25 @@
-"""The pool, mapped and pinned in pieces: those that ranks of this device use, and no others.
+"""The pool's mapping, and its pinned pieces: those that ranks of this device use.
 
 A pinned piece costs kernel memory and, for the device's page tables, GPU memory in every process
-that pins it, so a lane pins the arenas of the ranks that are bound to it. One registration of a
-large range may fail where several smaller ones work, so the pool is registered piece by piece.
-Slots have another size in every namespace: a boundary may cut a slot, and copies are split where
-they cross one (`copies.py`).
+that pins it. So a lane pins only the arenas of ranks that are bound to it. One registration of a
+large range may fail where several smaller ones work, so each piece is registered by itself. Slots
+have another size in every namespace: a boundary may cut a slot, and copies are split there
+(`copies.py`).
 
-One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
-`kvd.pool.geometry`, in which the broker allocates: a piece's pages are touched once they are there,
-then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
-pinned until an arena is wanted anew, so an engine that restarts finds its arena pinned.
+One thread makes the pinned pieces equal to the requested ones:
 
-By NVIDIA's sources, to pin and to unpin take locks of the driver that every process of the machine
-needs to start work on a GPU. So pieces are small, only one lane of a daemon at a time registers or
-unregisters one (the pin lock), and after each piece the driver is left alone for as long as the
-piece took, 0.25 s at most.
+1. It pins in the order of `kvd.pool.geometry`, in which the broker allocates: once a piece is
+   allocated, its pages are touched, then registered.
+2. Then it unpins pieces that are not requested. Pieces of a rank that has left stay pinned until
+   the next request, so a restarted engine finds its arena pinned.
 
-A failure to pin is final for the whole pool: pageable memory is never used instead. Pieces that
-are pinned stay so until the copies that use them have ended and their owners have let go.
+By NVIDIA's sources, pinning and unpinning take driver locks that every process of the machine needs
+to start work on a GPU. So pieces are small, one lane of a daemon at a time registers or unregisters
+a piece (the pin lock), and after each piece the thread pauses for as long as the piece took, 0.25 s
+at most.
+
+A failure to pin is final for the whole pool: pageable memory is never used instead. Pinned pieces
+stay pinned until the copies that use them have ended and their owners have released them.
 """
 
 import fcntl
@@ -35,49 +37,48 @@ import numpy.typing as npt
 from kvd.errors import LaneError
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.driver import Addresses, Context
-from kvd.lane.device import touch
+from kvd.lane.device import touch_pages
 from kvd.machine import cuda
 from kvd.machine.process import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
 
-_LINES = 10  # of the log
+_LOG_LINES = 10  # while the pool is pinned
 _POLL_SECONDS = 0.005
-LONGEST_PAUSE = 0.25  # seconds between two pieces
+LONGEST_PAUSE = 0.25  # seconds
 
 Pieces = npt.NDArray[np.bool_]
 
 
 def pause_after(seconds: float) -> float:
-    """How long others have the driver after a piece that took so long; in seconds."""
+    """Return the pause after a piece that took this long, in seconds."""
     return min(seconds, LONGEST_PAUSE)
 
 
 class PinnedPool:
-    """The pool's mapping, and the pieces of it that are pinned.
+    """The pool's mapping and its pinned pieces. Owners request ranges; a thread pins them.
 
     Attributes:
         nbytes: of the pool.
         piece_bytes: of one registration; the last one may be shorter.
-        where: by piece, what to add to an offset in the pool for the device's address of it.
-        usable: the longest prefix of the pool, in the order of filling, of which every wanted
-            piece is pinned; `nbytes` where no piece is wanted.
-        pinned: bytes that are pinned.
-        error: why pieces are not and will not be pinned; empty while there is hope.
-        failures: of calls of the driver, so far: each may mean that the context is lost.
+        address_bases: by piece, the device's address of a byte minus its offset in the pool.
+        usable_bytes: length of the longest prefix of the pool, in `FillOrder`, in which every
+            requested piece is pinned; `nbytes` if no piece is missing.
+        pinned_bytes: bytes that are pinned.
+        error: why no more pieces will be pinned; empty if nothing has failed.
+        num_failures: failed calls of the driver: each may mean that the context is lost.
 
     Args:
-        pool_fd: the pool's file; stays the caller's.
-        pool_bytes: its size.
-        context: the device's.
-        piece_bytes: of one registration; whole pages of the file, which may be huge ones. None:
-            the pieces in which the broker fills the pool.
+        pool_fd, pool_bytes: the pool's file, which stays the caller's, and its size.
+        context: of the device.
+        piece_bytes: of one registration: whole, perhaps huge, pages of the file. None: the pieces
+            in which the broker fills the pool.
         pin_lock: a file whose record lock this process holds while it pins or unpins a piece;
             stays the caller's. None: no other process pins.
 
     Raises:
-        PoolError: a file that is too small or cannot be mapped.
+        PoolError: the file is too small, or cannot be mapped.
     """
 
     def __init__(
@@ -100,69 +101,72 @@ class PinnedPool:
         self._context = context
         self._pin_lock = pin_lock
         self._fd = os.dup(pool_fd)
-        self._behind = os.fstat(pool_fd).st_size - pool_bytes  # the trailer, allocated first
-        self.where: Addresses = np.zeros(len(self._order), np.uint64)
-        self.usable, self.pinned, self.error, self.failures = pool_bytes, 0, "", 0
-        self._needs: dict[int, Pieces] = {}  # by owner
-        self._wanted: Pieces = np.zeros(len(self._order), np.bool_)
+        self._trailer_bytes = os.fstat(pool_fd).st_size - pool_bytes  # allocated first
+        self.address_bases: Addresses = np.zeros(len(self._order), np.uint64)
+        self.usable_bytes, self.pinned_bytes, self.error, self.num_failures = pool_bytes, 0, "", 0
+        self._requests: dict[int, Pieces] = {}  # by owner
+        self._requested: Pieces = np.zeros(len(self._order), np.bool_)
         self._is_pinned: Pieces = np.zeros(len(self._order), np.bool_)
-        self._stays: Pieces = np.zeros(len(self._order), np.bool_)  # the driver does not unpin it
-        self._since: float | None = None  # when the driver's call began
-        self._changed = threading.Condition()  # guards what this thread and the lane's both write
+        self._cannot_unpin: Pieces = np.zeros(len(self._order), np.bool_)  # the driver refused
+        self._call_start: float | None = None  # when the running call of the driver began
+        self._changed = threading.Condition()  # guards what both threads write
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-pin", daemon=True)
         self._thread.start()
 
     # -------------------------------------------------- called by the lane's thread
 
-    def need(self, owner: int, begin: int, end: int) -> None:
-        """Pin pool bytes begin..end - 1 for an owner, besides what it needs already.
+    def request(self, owner: int, begin: int, end: int) -> None:
+        """Request pool bytes begin..end - 1 for an owner, besides its earlier requests.
 
-        Pieces that no owner needs any more are unpinned.
+        Pieces that no owner requests any more will be unpinned.
         """
         first, last = begin // self.piece_bytes, (end - 1) // self.piece_bytes
         with self._changed:
-            needs = self._needs.setdefault(owner, np.zeros_like(self._wanted))
-            needs[first : last + 1] = True
-            self._want(list(self._needs.values()))
+            pieces = self._requests.setdefault(owner, np.zeros_like(self._requested))
+            pieces[first : last + 1] = True
+            self._set_requested(list(self._requests.values()))
 
-    def drop(self, owner: int) -> None:
-        """An owner needs nothing any more, and no copy of it is in flight."""
+    def release(self, owner: int) -> None:
+        """Forget an owner's requests; no copy of it may be in flight."""
         with self._changed:
-            self._needs.pop(owner, None)
+            self._requests.pop(owner, None)
             if self.error:
-                self._want(list(self._needs.values()))
+                self._set_requested(list(self._requests.values()))
 
     def unpin(self) -> bool:
-        """Unpin all pieces, one after another; no copy may be in flight.
+        """Start to unpin all pieces; no copy may be in flight.
 
         Returns:
-            Whether nothing is pinned but what the driver does not unpin, and no call is under way.
+            Whether no piece is pinned, except those that the driver refuses to unpin, and no call
+            of the driver runs.
         """
         with self._changed:
-            if self._wanted.any():
-                self._needs.clear()
-                self._want([])
-        return self._since is None and not (self._is_pinned & ~self._stays).any()
+            if self._requested.any():
+                self._requests.clear()
+                self._set_requested([])
+        return self._call_start is None and not (self._is_pinned & ~self._cannot_unpin).any()
 
-    def _want(self, needs: list[Pieces]) -> None:
-        self._wanted = np.logical_or.reduce(needs) if needs else np.zeros_like(self._wanted)
-        self._measure()
+    def _set_requested(self, requests: list[Pieces]) -> None:
+        self._requested = (
+            np.logical_or.reduce(requests) if requests else np.zeros_like(self._requested)
+        )
+        self._update_usable()
         self._changed.notify()
 
-    def holds(self, begin: int, end: int) -> bool:
-        """Whether copies may use pool bytes begin..end - 1."""
+    def is_usable(self, begin: int, end: int) -> bool:
+        """Return whether copies may use pool bytes begin..end - 1."""
         first, last = begin // self.piece_bytes, (end - 1) // self.piece_bytes
         return not self.error and bool(self._is_pinned[first : last + 1].all())
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the driver has been at one piece; 0 where it is not."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        """How long the running call of the driver has taken; 0 if none runs."""
+        start = self._call_start
+        return 0.0 if start is None else time.monotonic() - start
 
     def close(self) -> None:
-        """Stop, unpin everything without a pause, and unmap; no copy may be in flight.
+        """Stop the thread, unpin everything without pauses, and unmap; no copy may be in flight.
 
         Raises:
             CudaDriverError: a piece cannot be unpinned.
@@ -189,100 +193,105 @@ class PinnedPool:
             try:
                 if self._is_pinned[piece]:
                     self._unpin_piece(piece)
-                elif self._touch(piece):
+                elif self._touch_piece(piece):
                     self._pin_piece(piece)
             except Exception as error:  # noqa: BLE001  # the lane's thread reports it
                 self._give_up(error)
 
     def _next_piece(self) -> int | None:
-        """Wait for a piece to pin or, where there is none, to unpin; None: the end."""
+        """Wait for a piece to pin or, if there is none, to unpin; return None at the end."""
         with self._changed:
             while not self._closing.is_set():
-                missing = (self._wanted & ~self._is_pinned)[self._order]
+                missing = (self._requested & ~self._is_pinned)[self._order]
                 if missing.any() and not self.error:
                     return int(self._order[missing.argmax()])
-                needless = self._is_pinned & ~self._wanted & ~self._stays
-                if needless.any():
-                    return int(needless.argmax())
+                surplus = self._is_pinned & ~self._requested & ~self._cannot_unpin
+                if surplus.any():
+                    return int(surplus.argmax())
                 self._changed.wait()
         return None
 
-    def _touch(self, piece: int) -> bool:
-        """Read every page of a piece once it is allocated; whether to go on.
+    def _touch_piece(self, piece: int) -> bool:
+        """Read every page of a piece once it is allocated; return False if it need not be pinned.
 
-        To touch is cheap, and to register what was not touched keeps the driver ten times as long.
+        Touching is cheap, and registering untouched pages takes the driver ten times as long.
         """
         begin, end = self._fill.span(piece)
-        filled = self._fill.filled_with[piece] + self._behind
-        while os.fstat(self._fd).st_blocks * 512 < filled:
-            if self._closing.wait(_POLL_SECONDS) or not self._wanted[piece]:
+        allocated_bytes = self._fill.filled_with[piece] + self._trailer_bytes
+        while os.fstat(self._fd).st_blocks * 512 < allocated_bytes:
+            if self._closing.wait(_POLL_SECONDS) or not self._requested[piece]:
                 return False
-        return touch(self._mapping, begin, end, self._closing)
+        return touch_pages(self._mapping, begin, end, self._closing)
 
     def _pin_piece(self, piece: int) -> None:
         begin, end = self._fill.span(piece)
-        with self._turn() as acquired:
-            if not (acquired and self._wanted[piece]):
+        with self._driver_turn() as acquired:
+            if not (acquired and self._requested[piece]):
                 return
             address = self._address + begin
             driver.register_host(address, end - begin)
             try:
-                where = (driver.device_address(address) - begin) % 2**64
+                address_base = (driver.device_address(address) - begin) % 2**64
             except LaneError:
                 driver.unregister_host(address)
                 raise
             with self._changed:
-                self.where[piece] = where
+                self.address_bases[piece] = address_base
                 self._is_pinned[piece] = True
-                before, self.pinned = self.pinned, self.pinned + end - begin
-                self._measure()
-        wanted_bytes = max(1, int(self._wanted.sum())) * self.piece_bytes
-        if before * _LINES // wanted_bytes < self.pinned * _LINES // wanted_bytes:
-            _log.info("pinned %d of %d bytes of the pool", self.pinned, wanted_bytes)
+                before, self.pinned_bytes = self.pinned_bytes, self.pinned_bytes + end - begin
+                self._update_usable()
+        requested_bytes = max(1, int(self._requested.sum())) * self.piece_bytes
+        logged_tenths = before * _LOG_LINES // requested_bytes
+        if logged_tenths < self.pinned_bytes * _LOG_LINES // requested_bytes:
+            _log.info("pinned %d of %d bytes of the pool", self.pinned_bytes, requested_bytes)
 
     def _unpin_piece(self, piece: int) -> None:
         begin, end = self._fill.span(piece)
-        with self._turn() as acquired:
+        with self._driver_turn() as acquired:
             with self._changed:
-                if not acquired or self._wanted[piece]:
+                if not acquired or self._requested[piece]:
                     return
                 self._is_pinned[piece] = False
             try:
                 driver.unregister_host(self._address + begin)
             except LaneError as error:
                 with self._changed:
-                    self._is_pinned[piece] = self._stays[piece] = True
-                    self.failures += 1
-                    self._measure()
+                    self._is_pinned[piece] = self._cannot_unpin[piece] = True
+                    self.num_failures += 1
+                    self._update_usable()
                 _log.error("%d bytes stay pinned until this lane ends: %s", end - begin, error)
             else:
-                self.pinned -= end - begin
+                self.pinned_bytes -= end - begin
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Hold the pin lock for a call of the driver and the pause after it; False: the end."""
-        acquired = self._acquire()
+    def _driver_turn(self) -> Iterator[bool]:
+        """Hold the pin lock for a call of the driver and the pause after it.
+
+        Yields:
+            False if the pool is being closed, and the lock was not acquired.
+        """
+        acquired = self._acquire_lock()
         try:
-            self._since = began = time.monotonic()
+            self._call_start = start = time.monotonic()
             yield acquired
-            took, self._since = time.monotonic() - began, None
+            seconds, self._call_start = time.monotonic() - start, None
             if acquired:
-                self._closing.wait(pause_after(took))
+                self._closing.wait(pause_after(seconds))
         finally:
-            self._since = None
+            self._call_start = None
             if acquired and self._pin_lock is not None:
                 fcntl.lockf(self._pin_lock, fcntl.LOCK_UN)
 
-    def _acquire(self) -> bool:
+    def _acquire_lock(self) -> bool:
         while not self._closing.is_set():
             if self._pin_lock is None:
                 return True
             try:
                 fcntl.lockf(self._pin_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # another lane has it
+            except (BlockingIOError, PermissionError):  # another lane holds it
                 self._closing.wait(_POLL_SECONDS)
             except OSError as error:
-                _log.warning("this lane pins without waiting for others: %s", error)
+                _log.warning("this lane pins without the pin lock: %s", error)
                 self._pin_lock = None
             else:
                 return True
@@ -290,33 +299,33 @@ class PinnedPool:
 
     def _give_up(self, error: Exception) -> None:
         text = (
-            f"the pool cannot be pinned after {self.pinned} bytes ({error}); look at dmesg and"
-            " MemAvailable: the driver takes kernel memory for pinned pages (12 MiB a GiB), Linux"
-            " 6.11 to 6.13 pins no more than 2 GB at a time, and pages in a movable zone cannot be"
-            " pinned; a smaller pool needs less"
+            f"the pool cannot be pinned after {self.pinned_bytes} bytes ({error}); look at dmesg"
+            " and MemAvailable: the driver takes kernel memory for pinned pages (12 MiB a GiB),"
+            " Linux 6.11 to 6.13 pins no more than 2 GB at a time, and pages in a movable zone"
+            " cannot be pinned; a smaller pool needs less"
         )
         with self._changed:
-            self.failures += 1
-            self.error, self.usable = text, 0
-        _log.error("%s", text)  # no bug: no traceback
+            self.num_failures += 1
+            self.error, self.usable_bytes = text, 0
+        _log.error("%s", text)  # not a bug, so no traceback
 
     def _unregister_all(self) -> None:
         with cuda.Undo() as undo:
             for piece in np.flatnonzero(self._is_pinned).tolist():
                 undo.add(driver.unregister_host, self._address + self._fill.span(piece)[0])
         self._is_pinned[:] = False
-        self.pinned = 0
+        self.pinned_bytes = 0
 
-    def _measure(self) -> None:
+    def _update_usable(self) -> None:
         if self.error:
             return
-        missing = (self._wanted & ~self._is_pinned)[self._order]
+        missing = (self._requested & ~self._is_pinned)[self._order]
         if not missing.any():
-            self.usable = self.nbytes
+            self.usable_bytes = self.nbytes
             return
         piece = int(self._order[missing.argmax()])
         begin, end = self._fill.span(piece)
-        self.usable = self._fill.filled_with[piece] - (end - begin)
+        self.usable_bytes = self._fill.filled_with[piece] - (end - begin)
 
     def __repr__(self) -> str:
-        return f"<PinnedPool {self.pinned} of {self.nbytes} bytes>"
+        return f"<PinnedPool {self.pinned_bytes} of {self.nbytes} bytes>"

@@ -1,14 +1,13 @@
-"""One direction of a device: a stream, and the transfers on it in the order of their ends.
+"""One direction of a device: a stream, and the transfers on it, in order.
 
-A transfer that the driver takes soon is enqueued at once, by the lane's thread. A call for many
-copies takes the driver half a microsecond and more a copy, without the interpreter's lock. One that
-would keep the lane's thread is given to the direction's own thread, and so are those behind it
-while that thread has work: what was submitted first is enqueued first. So the two directions are
-fed side by side. How long the driver takes for a run differs by driver and way to copy, so every
-transfer is timed.
+The lane's thread enqueues a transfer itself if the driver takes it quickly. A call for many copies
+takes the driver half a microsecond or more a copy, without the interpreter's lock. The direction's
+own thread enqueues such a transfer, and those submitted after it while that thread is busy: what
+was submitted first is enqueued first. So the two directions are fed side by side. The time that the
+driver takes for a run depends on driver and way to copy, so every transfer is timed.
 
-An event after each transfer marks its end. A transfer's time is the lane's clock: from its
-submission, or the end of the one before it, until its end is seen.
+An event after each transfer marks its end. A transfer's time is by the lane's clock: from its
+submission or the end of the one before it, whichever was later, until its end is seen.
 """
 
 import queue
@@ -30,128 +29,119 @@ Item = TypeVar("Item")
 
 
 class EnqueueThread(Generic[Item]):
-    """Feeds what it is given, in that order; its thread starts with the first.
+    """A thread that processes items in order; it starts with the first item.
 
-    What waits for it is bounded by whoever gives.
-
-    Args:
-        name: of the thread.
-        context: of the device.
-        feed: for each item; does not raise what concerns this item alone.
-        fail: for an item when the context cannot be made current, with the error.
-
-    Attributes:
-        broken: what `feed` raised all the same; nothing more is fed then.
+    It calls `process` for each item, or `fail` if the context cannot be made current. An exception
+    of `process` ends the thread, and is kept as `exception`. The caller bounds the number of items.
     """
 
     def __init__(
         self,
         name: str,
         context: Context,
-        feed: Callable[[Item], None],
+        process: Callable[[Item], None],
         fail: Callable[[Item, CudaDriverError], None],
     ) -> None:
-        self.broken: BaseException | None = None
+        self.exception: BaseException | None = None
         self._name = name
         self._context = context
-        self._feed = feed
+        self._process = process
         self._fail = fail
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._given = self._fed = 0  # each is written by one thread
+        self._num_queued = self._num_processed = 0  # each is written by one thread
         self._thread: threading.Thread | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether all that it was given has been fed."""
-        return self._given == self._fed
+        """Whether all items have been processed."""
+        return self._num_queued == self._num_processed
 
-    def give(self, item: Item) -> None:
-        """Let it be fed after all that was given before."""
+    def put(self, item: Item) -> None:
+        """Queue an item."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._given += 1
+        self._num_queued += 1
         self._queue.put(item)
 
     def stop(self) -> None:
-        """End the thread, which is idle."""
+        """End the thread, which must be idle."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        current = False
+        has_context = False
         try:
             while (item := self._queue.get()) is not None:
-                if not current:
+                if not has_context:
                     try:
                         driver.use_context(self._context)
-                        current = True
+                        has_context = True
                     except CudaDriverError as error:
                         self._fail(item, error)
-                if current:
-                    self._feed(item)
-                self._fed += 1
+                if has_context:
+                    self._process(item)
+                self._num_processed += 1
         except BaseException as error:  # noqa: BLE001  # the lane's thread raises it
-            self.broken = error
+            self.exception = error
 
 
-RUN_NS = 550.0  # what the driver takes for a run of a batch, until it was timed
-INLINE_NS = 50_000  # about what it costs to hand a transfer over to another thread
-_SLOWER = 1.5  # in one step
-_TIMED_RUNS = 64
+RUN_NS = 550.0  # the driver's time for a run of a batch, before the first measurement
+INLINE_NS = 50_000  # about the cost of handing a transfer over to another thread
+_MAX_GROWTH = 1.5
+_MIN_TIMED_RUNS = 64
 
 
-def run_ns(known: float, runs: int, nanoseconds: int) -> float:
-    """What the driver takes for a run, in nanoseconds, after one more transfer.
+def updated_run_ns(run_ns: float, num_runs: int, nanoseconds: int) -> float:
+    """Return the driver's time for a run, in nanoseconds, after one more transfer.
 
-    Shorter times are believed at once, longer ones by a half each: a thread may have waited for
-    the interpreter's lock, or for a processor. Few runs tell nothing: what a call costs by itself
-    is most of their time.
-
-    Args:
-        known: so far.
-        runs: of the transfer.
-        nanoseconds: that the driver took for it.
+    A shorter time counts at once. A longer one raises the estimate by a half at most, since the
+    thread may have waited for the interpreter's lock or a processor. A transfer of few runs does
+    not count: the fixed cost of the call is most of its time.
     """
-    return min(nanoseconds / runs, known * _SLOWER) if runs >= _TIMED_RUNS else known
+    if num_runs < _MIN_TIMED_RUNS:
+        return run_ns
+    return min(nanoseconds / num_runs, run_ns * _MAX_GROWTH)
 
 
 @dataclass(slots=True)
-class _Enqueued:
-    """A transfer on the stream, or on its way there.
+class StreamTransfer:
+    """A transfer on the stream, or queued for it.
 
-    fed: nothing more of it will be enqueued.
-    marked: whether `end` marks its end; otherwise the stream is asked whether it is idle.
+    Attributes:
+        since: when it was submitted, in monotonic seconds.
+        end: the event after it.
+        is_enqueued: nothing more of it will be enqueued.
+        is_marked: `end` marks its end; otherwise it has ended once the stream is idle.
     """
 
     transfer: Transfer
     runs: RunSlice
     since: float
     end: Event | None = None
-    fed: bool = False
-    marked: bool = False
+    is_enqueued: bool = False
+    is_marked: bool = False
     error: str = ""
 
     def fail(self, error: CudaDriverError) -> None:
+        """Set the error, unless there is one."""
         self.error = self.error or f"copy failed: {error}"
 
 
 class TransferStream:
-    """Transfers of one direction; they end in the order in which they were enqueued.
+    """The transfers of one direction; they end in the order of their submission.
 
     Args:
-        direction: which.
-        priority: of its stream.
-        copier: shared by both.
-        context: the device's.
-        undo: ends the thread, destroys stream and events; nothing may be in flight then.
-        inline_runs: transfers of at most so many runs are enqueued by the caller's thread; None:
-            those that the driver has taken in INLINE_NS so far.
+        direction, priority, copier, context: of the stream's transfers.
+        undo: gets the calls that end the thread and destroy stream and events; they are legal once
+            nothing is in flight.
+        inline_runs: the caller's thread enqueues transfers of at most this many runs; None: those
+            that the driver is expected to take within INLINE_NS.
 
     Raises:
-        CudaDriverError: there is no stream.
+        CudaDriverError: the stream cannot be created.
     """
 
     def __init__(
@@ -170,98 +160,99 @@ class TransferStream:
         self._undo = undo
         self._copier = copier
         self._inline_runs = inline_runs
-        self._feeder: EnqueueThread[_Enqueued] = EnqueueThread(
-            f"copies-{direction}", context, self._feed, self._refuse
+        self._thread: EnqueueThread[StreamTransfer] = EnqueueThread(
+            f"copies-{direction}", context, self._enqueue_copies, self._refuse
         )
-        undo.add(self._feeder.stop)
-        self._events: list[Event] = []  # that mark nothing
-        self._enqueued: deque[_Enqueued] = deque()
+        undo.add(self._thread.stop)
+        self._free_events: list[Event] = []
+        self._transfers: deque[StreamTransfer] = deque()
         self._last_end = 0.0
         self._run_ns = RUN_NS
         self.nbytes = 0
 
     def enqueue(self, transfer: Transfer, runs: RunSlice) -> None:
-        """Start a transfer. A failure is reported with its end, when nothing of it moves."""
-        entry = _Enqueued(transfer, runs, time.monotonic())
-        self._enqueued.append(entry)
+        """Start a transfer. `progress` reports a failure with its end, when nothing of it moves."""
+        entry = StreamTransfer(transfer, runs, time.monotonic())
+        self._transfers.append(entry)
         self.nbytes += transfer.nbytes
         try:
-            entry.end = self._event()
+            entry.end = self._take_event()
         except CudaDriverError as error:
             self._refuse(entry, error)
             return
-        if self._feeder.idle and self._is_short(len(runs)):
-            self._feed(entry)
+        if self._thread.idle and self._is_short(len(runs)):
+            self._enqueue_copies(entry)
         else:
-            self._feeder.give(entry)
+            self._thread.put(entry)
 
     def progress(self) -> list[CompletedTransfer]:
-        """The transfers that have ended.
+        """Return the transfers that have ended.
 
         Raises:
-            DeviceLost: nothing will be reported any more.
+            DeviceLost: the context does not answer.
         """
-        if self._feeder.broken is not None:
-            raise self._feeder.broken
-        ended = []
-        while self._enqueued and self._enqueued[0].fed and self._has_ended(self._enqueued[0]):
-            ended.append(self._finish(self._enqueued.popleft()))
-        return ended
+        if self._thread.exception is not None:
+            raise self._thread.exception
+        transfers, completed = self._transfers, []
+        while transfers and transfers[0].is_enqueued and self._has_ended(transfers[0]):
+            completed.append(self._complete(transfers.popleft()))
+        return completed
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds since the last end or the first submission; 0 where none is in flight."""
-        if not self._enqueued:
+        """Seconds since the last end or the first submission; 0 if none is in flight."""
+        if not self._transfers:
             return 0.0
-        return time.monotonic() - max(self._enqueued[0].since, self._last_end)
+        return time.monotonic() - max(self._transfers[0].since, self._last_end)
 
     def uses(self, memory: int) -> bool:
-        """Whether a transfer of this memory has not ended."""
-        return any(entry.transfer.memory == memory for entry in self._enqueued)
+        """Return whether a transfer of this memory has not ended."""
+        return any(entry.transfer.memory == memory for entry in self._transfers)
 
-    def _is_short(self, runs: int) -> bool:
-        """Whether so many runs are not worth handing over to the direction's thread."""
+    def _is_short(self, num_runs: int) -> bool:
+        """Return whether the driver takes so many runs quickly enough for the caller's thread."""
         if self._inline_runs is not None:
-            return runs <= self._inline_runs
-        return runs * self._run_ns <= INLINE_NS
+            return num_runs <= self._inline_runs
+        return num_runs * self._run_ns <= INLINE_NS
 
-    def _feed(self, entry: _Enqueued) -> None:
-        """Enqueue a transfer's copies, in whichever thread."""
-        count, began = len(entry.runs), time.perf_counter_ns()
+    def _enqueue_copies(self, entry: StreamTransfer) -> None:
+        """Enqueue a transfer's copies, then its event. Called by either thread."""
+        num_runs, start = len(entry.runs), time.perf_counter_ns()
         try:
             try:
-                if count:
+                if num_runs:
                     self._copier.copy(entry.runs, self.direction, self.stream)
-                self._run_ns = run_ns(self._run_ns, count, time.perf_counter_ns() - began)
+                nanoseconds = time.perf_counter_ns() - start
+                self._run_ns = updated_run_ns(self._run_ns, num_runs, nanoseconds)
             finally:
-                # Some of the copies may be on their way even if not all are.
+                # After an error, too: some of the copies may have been enqueued.
                 if entry.end is not None:
                     driver.record(entry.end, self.stream)
-                    entry.marked = True
+                    entry.is_marked = True
         except CudaDriverError as error:
             entry.fail(error)
-        entry.fed = True
+        entry.is_enqueued = True
 
     @staticmethod
-    def _refuse(entry: _Enqueued, error: CudaDriverError) -> None:
-        """Nothing of a transfer will be enqueued."""
+    def _refuse(entry: StreamTransfer, error: CudaDriverError) -> None:
+        """Mark a transfer as failed; nothing of it will be enqueued."""
         entry.fail(error)
-        entry.fed = True
+        entry.is_enqueued = True
 
-    def _event(self) -> Event:
-        if self._events:
-            return self._events.pop()
+    def _take_event(self) -> Event:
+        if self._free_events:
+            return self._free_events.pop()
         event = driver.create_event()
         self._undo.add(driver.destroy_event, event)
         return event
 
-    def _has_ended(self, entry: _Enqueued) -> bool:
-        if entry.end is not None and entry.marked:
+    def _has_ended(self, entry: StreamTransfer) -> bool:
+        if entry.end is not None and entry.is_marked:
             try:
                 return driver.is_reached(entry.end)
             except CudaDriverError as error:
-                # What an event of unknown state marks is over when the stream is idle.
-                entry.marked = False
+                # The event's state is unknown: wait until the stream is idle.
+                entry.is_marked = False
                 entry.fail(error)
         try:
             return driver.is_idle(self.stream)
@@ -269,19 +260,19 @@ class TransferStream:
             entry.fail(error)
             if not driver.is_alive(self.stream):
                 raise DeviceLost(entry.error) from error
-            return False  # asked again; what never ends is noticed by its age
+            return False  # polled again; see `stuck_seconds`
 
-    def _finish(self, entry: _Enqueued) -> CompletedTransfer:
+    def _complete(self, entry: StreamTransfer) -> CompletedTransfer:
         self.nbytes -= entry.transfer.nbytes
         now = time.monotonic()
-        took = 0 if entry.error else int((now - max(entry.since, self._last_end)) * 1e9)
+        nanoseconds = 0 if entry.error else int((now - max(entry.since, self._last_end)) * 1e9)
         self._last_end = now
         if entry.end is not None:
-            self._events.append(entry.end)
-        return CompletedTransfer(entry.transfer, took, entry.error)
+            self._free_events.append(entry.end)
+        return CompletedTransfer(entry.transfer, nanoseconds, entry.error)
 
     def __len__(self) -> int:
-        return len(self._enqueued)
+        return len(self._transfers)
 
     def __repr__(self) -> str:
-        return f"<Flow {self.direction}: {len(self)} in flight, {self.nbytes} bytes>"
+        return f"<TransferStream {self.direction}: {len(self)} in flight, {self.nbytes} bytes>"

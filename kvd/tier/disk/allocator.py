@@ -1,7 +1,8 @@
-"""Slots for puts: free ones, those of a new slab, or those of evicted chunks.
+"""Opens and creates slabs, and allocates their slots for puts.
 
-Slabs are made within the budget and above the floor. Eviction runs ahead of need, so that one call
-erases several records: by 1/256 of a size's slots, and 32 at most.
+A put gets free slots, slots of a new slab, or those of evicted chunks. Slabs are created within the
+budget and above the floor. Eviction runs ahead of need, by 1/256 of a size's slots and 32 at most,
+so that one call erases several records.
 """
 
 import contextlib
@@ -19,63 +20,64 @@ from kvd.tier.disk.slots import SlotIndex, TakenSlot, rebuild, split
 from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
-_MOST_AHEAD = 32
+_MAX_AHEAD = 32
 _AHEAD_PART = 256
-_SHARE = 64  # a slab is 1/64 of the size,
-_MOST_BYTES = 2**30  # at most so many bytes,
-_MOST_SLABS = 1024  # or more, so that there are no more slabs than this
-_LEAST_PART = 4  # a slab of less than 1/4 of that is not made, unless it is the first of its size
-_PUTS_BETWEEN = 64  # puts and gets before room is looked for again: slow with many slabs
+# The target size of a slab: 1/64 of the budget, at most 1 GiB, but so that 1024 slabs are enough. A
+# slab of less than 1/4 of the target is not created, unless it is the first of its slot size.
+_BUDGET_PART = 64
+_MAX_SLAB_BYTES = 2**30
+_MAX_SLABS = 1024
+_LEAST_PART = 4
+_RETRY_PUTS = 64  # puts and gets before the next search for room, which is slow with many slabs
 _PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 
 
-def load(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
-    """Open all slabs and index their chunks; damaged and outdated records are erased.
+def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
+    """Open the slabs of an earlier process and index their chunks.
 
-    Args:
-        directory: of the slabs.
-        flags: flags for opening the slots' files: O_DIRECT or 0.
+    Damaged slabs are set aside; damaged and outdated records are erased. `flags` are for opening
+    the slots' files: O_DIRECT or 0.
 
     Returns:
-        The slots; and how many records were damaged.
+        The index, and the number of damaged records.
 
     Raises:
         OSError: I/O error.
     """
     started = time.monotonic()
-    loaded = [_load_slab(directory, number, flags) for number in directory.slabs()]
-    found = [slab for slab in loaded if slab is not None]
-    held, wrong, damaged = rebuild(found)
-    slots = SlotIndex(found, held)
-    for place in wrong:
+    loaded = [_load_slab(directory, number, flags) for number in directory.slab_numbers()]
+    undamaged = [slab for slab in loaded if slab is not None]
+    spaces, to_erase, num_damaged = rebuild(undamaged)
+    index = SlotIndex(undamaged, spaces)
+    for place in to_erase:
         number, slot = split(place)
-        slots.slabs[number].erase_records(slot)
-    chunks, nbytes = slots.used()
+        index.slabs[number].erase_records(slot)
+    num_chunks, nbytes = index.usage()
     _log.info(
         "disk:%s: %d chunks in %s found in %.2f s, %d records dropped",
         directory.path,
-        chunks,
+        num_chunks,
         format_size(nbytes),
         time.monotonic() - started,
-        len(wrong),
+        len(to_erase),
     )
-    if damaged:
+    if num_damaged:
         _log.warning(
             "disk:%s: damaged records in its index: %d; their chunks are dropped. A power loss may"
-            " leave a few; else look at the disk (smartctl -a) and at what writes to the files",
+            " leave a few; otherwise check the disk (smartctl -a) and what writes to the files",
             directory.path,
-            damaged,
+            num_damaged,
         )
-    return slots, damaged
+    return index, num_damaged
 
 
 def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None:
     name = f"{directory.path}/{number:06}"
     try:
         return slabs.load(directory.fd, number, flags)
-    except FileNotFoundError:  # half-made or half-removed, or a file was deleted by hand
+    except FileNotFoundError:  # partly created or removed, or a file was deleted by hand
         slabs.remove(directory.fd, number)
-        _log.info("disk: %s.slab or its index is missing: what is left was removed", name)
+        _log.info("disk: %s.slab or its index is missing: the rest was removed", name)
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ELOOP):
             raise
@@ -90,12 +92,10 @@ def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None
 
 
 class SlotAllocator:
-    """Allocates and frees slots, and makes and removes slabs.
+    """Allocates and frees slots; creates and removes slabs.
 
     Args:
-        directory: of the slabs.
-        slots: of all slabs.
-        lock: guards `slots`.
+        lock: guards `index`.
         size: the budget, in bytes.
         floor: free bytes to leave on the file system.
         flags: flags for opening the slots' files: O_DIRECT or 0.
@@ -104,7 +104,7 @@ class SlotAllocator:
     def __init__(
         self,
         directory: DiskDirectory,
-        slots: SlotIndex,
+        index: SlotIndex,
         lock: threading.Lock,
         *,
         size: int,
@@ -112,74 +112,74 @@ class SlotAllocator:
         flags: int,
     ) -> None:
         self._directory, self._floor, self._flags = directory, floor, flags
-        self._slots, self._lock = slots, lock
+        self._index, self._lock = index, lock
         self._budget = size - self._directory.bytes_beside_slabs()
-        self._target = max(min(size // _SHARE, _MOST_BYTES), size // _MOST_SLABS)  # of a slab
+        self._target_bytes = max(min(size // _BUDGET_PART, _MAX_SLAB_BYTES), size // _MAX_SLABS)
         self._growing, self._evicting = threading.Lock(), threading.Lock()
         self._retired: list[Slab] = []
-        self._said = ""
+        self._last_warning = ""
         self._pause_until = 0.0
-        self._look_at = 0.0
-        self._full_until: dict[int, int] = {}  # by slot size: the sequence at which to look again
-        self._next = max([0, *self._directory.slabs()]) + 1
+        self._next_floor_check = 0.0
+        self._full_until: dict[int, int] = {}  # by slot size: the sequence of the next search
+        self._next_number = max([0, *self._directory.slab_numbers()]) + 1
 
     def shrink(self) -> int:
         """Remove the least recently used slabs until the budget holds; return how many."""
-        removed = 0
+        num_removed = 0
         while True:
             with self._lock:
-                over = self._slots.nbytes > self._budget
-                slab = self._slots.oldest() if over else None
+                exceeds = self._index.nbytes > self._budget
+                slab = self._index.oldest_idle() if exceeds else None
                 if slab is None:
-                    return removed
-                self._slots.drop(slab)
+                    return num_removed
+                self._index.drop(slab)
             self.discard(slab)
-            removed += 1
+            num_removed += 1
 
     def keep_floor(self) -> None:
-        """Remove the least recently used slab if less than the floor is free, once a second.
+        """Remove the least recently used slab if less than the floor is free; at most one a second.
 
-        So the tier gives room back before other users have filled the file system.
+        So the tier frees room before other users have filled the file system.
 
         Raises:
             TierError: statvfs failed.
         """
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_floor_check:
             return
-        self._look_at = now + _PAUSE
+        self._next_floor_check = now + _PAUSE
         try:
             free = self._directory.filesystem_bytes()[1]
         except TierError:
-            self._look_at = now
+            self._next_floor_check = now
             raise
         if free >= self._floor:
             return
         with self._lock:
-            slab = self._slots.oldest()
+            slab = self._index.oldest_idle()
             if slab is not None:
-                self._slots.drop(slab)
+                self._index.drop(slab)
         if slab is not None:
             self.discard(slab)
-            self._say(
-                f"others have filled the file system: {format_size(self._floor)} are to stay free"
-                " (floor), so chunks are dropped, a slab a second; make room, or give a smaller"
-                " size or floor"
+            self._warn(
+                "other users have filled the file system:"
+                f" {format_size(self._floor)} must stay free (floor), so chunks are dropped, a slab"
+                " a second; make room, or set a smaller size or floor"
             )
 
     def take(self, slot_bytes: int, count: int) -> list[TakenSlot]:
-        """Take up to `count` slots to write to: free ones, of new slabs, of evicted chunks.
+        """Take up to `count` slots to write to: free ones, of new slabs, or of evicted chunks.
 
         Raises:
             TierError: statvfs failed; no slot is taken.
         """
         taken = self._take_free(slot_bytes, count)
         try:
-            while len(taken) < count and self._grow(slot_bytes):
+            while len(taken) < count and self._make_room(slot_bytes):
                 taken += self._take_free(slot_bytes, count - len(taken))
             if len(taken) < count:
                 taken += self._evict(slot_bytes, count - len(taken))
-            while len(taken) < count and self._grow(slot_bytes, urgent=True):
+            while len(taken) < count and self._make_room(slot_bytes, urgent=True):
                 taken += self._take_free(slot_bytes, count - len(taken))
         except TierError:
             self.free(taken)
@@ -188,44 +188,45 @@ class SlotAllocator:
 
     def _take_free(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         with self._lock:
-            return self._slots.take_free(slot_bytes, count)
+            return self._index.take_free(slot_bytes, count)
 
     def _evict(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         with self._evicting:
             taken = self._take_free(slot_bytes, count)  # another thread may have evicted meanwhile
-            lack = count - len(taken)
-            if not lack:
+            missing = count - len(taken)
+            if not missing:
                 return taken
             with self._lock:
-                ahead = min(_MOST_AHEAD, self._slots.ring(slot_bytes).slots // _AHEAD_PART)
-                victims = self._slots.evict(slot_bytes, lack + ahead)
-            self._erase(victims)  # else a crash could leave another chunk's bytes under a record
+                ahead = min(_MAX_AHEAD, self._index.ring(slot_bytes).num_slots // _AHEAD_PART)
+                victims = self._index.evict(slot_bytes, missing + ahead)
+            # Otherwise a crash could leave another chunk's bytes under a record.
+            self._erase(victims)
             with self._lock:
-                for slab, slot in victims[lack:]:
-                    self._slots.not_written(slab, slot)
-        return taken + victims[:lack]
+                for slab, slot in victims[missing:]:
+                    self._index.free(slab, slot)
+        return taken + victims[:missing]
 
     def free(self, taken: Sequence[TakenSlot | None]) -> None:
         """Erase the records of slots that were taken but hold no chunk, and free the slots."""
-        slots = [each for each in taken if each is not None]
+        slots = [slot for slot in taken if slot is not None]
         if not slots:
             return
         self._erase(slots)
         with self._lock:
             for slab, slot in slots:
-                self._slots.not_written(slab, slot)
+                self._index.free(slab, slot)
 
     @staticmethod
     def _erase(taken: Sequence[TakenSlot]) -> None:
         """Erase the slots' records. Errors are ignored: the next write there would fail too."""
-        for slab, slot, count in _neighbours(taken):
+        for slab, slot, count in _adjacent(taken):
             with contextlib.suppress(OSError):
                 slab.erase_records(slot, count)
 
-    def _grow(self, slot_bytes: int, *, urgent: bool = False) -> bool:
-        """Make a slab of slots of this size, if need be in place of an older slab of another size.
+    def _make_room(self, slot_bytes: int, *, urgent: bool = False) -> bool:
+        """Create a slab of slots of this size, perhaps in place of an older slab of another size.
 
-        `urgent`: eviction did not give enough slots, so look for room even if there was none.
+        `urgent`: eviction freed too few slots, so search for room even if the last search failed.
 
         Returns:
             Whether there are free slots now.
@@ -236,76 +237,77 @@ class SlotAllocator:
         with self._growing:
             while True:
                 with self._lock:
-                    ring = self._slots.ring(slot_bytes)
-                    if ring.free:  # another thread has made a slab
+                    ring = self._index.ring(slot_bytes)
+                    if ring.free:  # another thread has created a slab
                         return True
                 if time.monotonic() < self._pause_until:
                     return False
                 if (
                     ring.slabs
                     and not urgent
-                    and self._slots.sequence < self._full_until.get(slot_bytes, 0)
+                    and self._index.sequence < self._full_until.get(slot_bytes, 0)
                 ):
                     return False
-                slots, lack = self._affordable(slot_bytes)
-                if slots:
-                    return self._create(slots, slot_bytes)
+                num_slots, reason = self._affordable_slots(slot_bytes)
+                if num_slots:
+                    return self._create(num_slots, slot_bytes)
                 with self._lock:
-                    slab = self._slots.oldest(besides=slot_bytes)
+                    slab = self._index.oldest_idle(for_slot_bytes=slot_bytes)
                     if slab is not None:
-                        self._slots.drop(slab)
+                        self._index.drop(slab)
                 if slab is None:
-                    self._full_until[slot_bytes] = self._slots.sequence + _PUTS_BETWEEN
-                    self._say(lack)
+                    self._full_until[slot_bytes] = self._index.sequence + _RETRY_PUTS
+                    self._warn(reason)
                     return False
                 self.discard(slab)
 
-    def _affordable(self, slot_bytes: int) -> tuple[int, str]:
-        """Return the number of slots that a new slab can have; if 0, also why, or no text."""
+    def _affordable_slots(self, slot_bytes: int) -> tuple[int, str]:
+        """Return how many slots a new slab can have; if 0, also a warning, empty if none is due."""
         with self._lock:
-            left = self._budget - self._slots.nbytes
-            first = not self._slots.ring(slot_bytes).slabs
+            budget_left = self._budget - self._index.nbytes
+            is_first = not self._index.ring(slot_bytes).slabs
         free = self._directory.filesystem_bytes()[1] - self._floor
-        wanted = max(1, min(self._target // slot_bytes, MAX_SLOTS - 1))
-        slots = wanted
-        while slots and slabs.slab_bytes(slots, slot_bytes) > min(left, free):
-            over = slabs.slab_bytes(slots, slot_bytes) - min(left, free)
-            slots = max(0, slots - max(1, over // (slot_bytes + slabs.ALIGNMENT)))
-        if slots and (first or slots * _LEAST_PART >= wanted):
-            return slots, ""
+        limit = min(budget_left, free)
+        target = max(1, min(self._target_bytes // slot_bytes, MAX_SLOTS - 1))
+        num_slots = target
+        while num_slots and slabs.slab_bytes(num_slots, slot_bytes) > limit:
+            excess = slabs.slab_bytes(num_slots, slot_bytes) - limit
+            num_slots = max(0, num_slots - max(1, excess // (slot_bytes + slabs.ALIGNMENT)))
+        if num_slots and (is_first or num_slots * _LEAST_PART >= target):
+            return num_slots, ""
         if slabs.slab_bytes(1, slot_bytes) > self._budget:
             return 0, (
                 f"a chunk needs {format_size(slot_bytes)}, and the tier's size leaves"
-                f" {format_size(max(self._budget, 0))}: such chunks are not kept; give it a larger"
+                f" {format_size(max(self._budget, 0))}: such chunks are not stored; set a larger"
                 " size"
             )
-        if free < left:
+        if free < budget_left:
             return 0, (
                 f"the file system has {format_size(max(free + self._floor, 0))} free, of which"
                 f" {format_size(self._floor)} stay free (floor): the tier keeps to the"
-                f" {format_size(self._slots.nbytes)} that it has"
+                f" {format_size(self._index.nbytes)} that it has"
             )
         return 0, ""
 
-    def _create(self, slots: int, slot_bytes: int) -> bool:
-        number, self._next = self._next, self._next + 1
+    def _create(self, num_slots: int, slot_bytes: int) -> bool:
+        number, self._next_number = self._next_number, self._next_number + 1
         try:
-            slab = slabs.create(self._directory.fd, number, slots, slot_bytes, self._flags)
+            slab = slabs.create(self._directory.fd, number, num_slots, slot_bytes, self._flags)
         except OSError as error:
             self._pause_until = time.monotonic() + _PAUSE
-            more = (
+            remedy = (
                 "; raise the limit of open files (LimitNOFILE=, ulimit -n)"
                 if error.errno == errno.EMFILE
                 else ""
             )
-            self._say(f"no room could be allocated: {error.strerror}{more}")
+            self._warn(f"no slab can be created: {error.strerror}{remedy}")
             return False
         with self._lock:
-            self._slots.add(slab)
+            self._index.add(slab)
         return True
 
     def discard(self, slab: Slab) -> None:
-        """Unlink the files of a dropped slab, and close them once nothing reads or writes there."""
+        """Unlink the files of a dropped slab; close them once nothing reads or writes there."""
         self._full_until.clear()
         with contextlib.suppress(OSError):  # the slab is dropped in any case
             slabs.remove(self._directory.fd, slab.number)
@@ -320,20 +322,20 @@ class SlotAllocator:
         for slab in idle:
             slab.close()
 
-    def _say(self, text: str) -> None:
-        if text and text != self._said:
+    def _warn(self, text: str) -> None:
+        if text and text != self._last_warning:
             _log.warning("disk:%s: %s", self._directory.path, text)
-            self._said = text
+            self._last_warning = text
 
 
-def _neighbours(taken: Sequence[TakenSlot]) -> Iterator[tuple[Slab, int, int]]:
+def _adjacent(taken: Sequence[TakenSlot]) -> Iterator[tuple[Slab, int, int]]:
     """Yield runs of adjacent slots: slab, first slot, count."""
-    ordered = sorted(taken, key=lambda each: (each[0].number, each[1]))
-    at = 0
-    while at < len(ordered):
-        slab, slot = ordered[at]
-        end = at + 1
-        while end < len(ordered) and ordered[end] == (slab, slot + end - at):
+    ordered = sorted(taken, key=lambda item: (item[0].number, item[1]))
+    begin = 0
+    while begin < len(ordered):
+        slab, slot = ordered[begin]
+        end = begin + 1
+        while end < len(ordered) and ordered[end] == (slab, slot + end - begin):
             end += 1
-        yield slab, slot, end - at
-        at = end
+        yield slab, slot, end - begin
+        begin = end

@@ -29,22 +29,22 @@ from kvd_proto.text import format_size, parse_size
 
 THREADS = 4
 MAX_THREADS = 64
-_KNOWN = ("size", "floor", "threads")
+_OPTIONS = ("size", "floor", "threads")
 _FLOOR_PART = 20  # 5 %
-_MOST_FLOOR = 32 * 2**30
+_MAX_FLOOR = 32 * 2**30
 MARK = "kvd-disk"
-_TEXT = b"kvd disk tier, version 2\n"
-_MARK_BYTES = 4096  # a block
+_MARK_TEXT = b"kvd disk tier, version 2\n"
+_MARK_BYTES = 4096  # one block
 _MODE = 0o700
 _SLAB = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
-_ASIDE = ".damaged"
-_OF_THE_FILE_SYSTEM = {"lost+found"}  # ext4 makes it at the root of a file system
+_DAMAGED = ".damaged"
+_FILE_SYSTEM_NAMES = {"lost+found"}  # at the root of an ext4 file system
 SALTS = "salts"
-MOST_SALTS = 1024
+MAX_SALTS = 1024
 SALTS_BYTES = 2 * 60 * 1024
-"""Most bytes of the table of salts: the file, and its successor while that is written."""
+"""Limit for the table of salts: the file, and its successor while that is written."""
 _SALTS_VERSION = 1
-_OTHERS = {MARK, SALTS, f"{SALTS}.new"}
+_OTHER_NAMES = {MARK, SALTS, f"{SALTS}.new"}
 _log = logging.getLogger(__name__)
 
 
@@ -77,15 +77,18 @@ class DiskOptions:
             )
         directory = Path(os.path.normpath(options.target))
         for key in options.values:
-            if key not in _KNOWN:
+            if key not in _OPTIONS:
                 raise ConfigError(
-                    f"disk:{directory}: {key} is no option of a disk; there are {', '.join(_KNOWN)}"
+                    f"disk:{directory}: {key} is no option of a disk; there are"
+                    f" {', '.join(_OPTIONS)}"
                 )
         if "size" not in options.values:
             raise ConfigError(f"disk:{directory} needs a size, such as size=500GiB")
         size = _size(directory, "size", options.values["size"])
         if not size:
-            raise ConfigError(f"disk:{directory}: size=0 keeps nothing; give one, or no tier")
+            raise ConfigError(
+                f"disk:{directory}: size=0 stores nothing; set a size, or remove the tier"
+            )
         floor = options.values.get("floor")
         return cls(
             directory,
@@ -98,25 +101,22 @@ class DiskOptions:
         """Return the free bytes to leave on a file system of this size."""
         if self.floor is not None:
             return self.floor
-        return min(filesystem_bytes // _FLOOR_PART, _MOST_FLOOR)
+        return min(filesystem_bytes // _FLOOR_PART, _MAX_FLOOR)
 
-    def shortage(self, filesystem_bytes: int, free: int, held: int) -> Shortage | None:
+    def shortage(self, filesystem_bytes: int, free_bytes: int, used_bytes: int) -> Shortage | None:
         """Return why the file system has less room than `size`; None if it has enough.
 
-        Args:
-            filesystem_bytes: its size.
-            free: its free bytes.
-            held: bytes that the tier's files use already.
+        The tier's files take `used_bytes` of it.
         """
         floor = self.floor_of(filesystem_bytes)
-        largest = max(0, free + held - floor)
+        largest = max(0, free_bytes + used_bytes - floor)
         if self.size <= largest:
             return None
         return Shortage(
             f"its size of {format_size(self.size)} cannot be reached: of the file system's"
-            f" {format_size(filesystem_bytes)}, {format_size(free)} are free and"
-            f" {format_size(held)} the tier's own, of which {format_size(floor)} are left to others"
-            " (floor)",
+            f" {format_size(filesystem_bytes)}, {format_size(free_bytes)} are free and"
+            f" {format_size(used_bytes)} the tier's own, of which {format_size(floor)} are left to"
+            " others (floor)",
             f"give size={size_as_setting(largest)} at most, or make room",
         )
 
@@ -149,16 +149,16 @@ class DiskDirectory:
                 undo.callback(os.close, self.fd)
                 self._check_owner()
                 self._lock()
-                self._mark()
+                self._check_or_mark()
             except OSError as error:
-                raise TierError(f"disk:{path}: {_explained(error)}") from error
+                raise TierError(f"disk:{path}: {_error_text(error)}") from error
             undo.pop_all()
 
     def _check_owner(self) -> None:
-        found = os.fstat(self.fd)
-        if found.st_uid != os.geteuid():
+        status = os.fstat(self.fd)
+        if status.st_uid != os.geteuid():
             raise TierError(
-                f"disk:{self.path} belongs to user {found.st_uid}, kvd runs as {os.geteuid()};"
+                f"disk:{self.path} belongs to user {status.st_uid}, kvd runs as {os.geteuid()};"
                 f" give it to that user (chown {os.geteuid()} {self.path}) or choose another one"
             )
 
@@ -171,13 +171,13 @@ class DiskDirectory:
                 f" has not ended yet (fuser {self.path}); give each daemon a directory of its own"
             ) from None
 
-    def _mark(self) -> None:
+    def _check_or_mark(self) -> None:
         """Mark the directory as kvd's if it is empty, else check its mark.
 
         Raises:
             TierError: it holds files but no mark, or the mark of another version.
         """
-        names = self._names() - _OF_THE_FILE_SYSTEM
+        names = self._names() - _FILE_SYSTEM_NAMES
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if MARK in names:
             fd = os.open(MARK, os.O_RDONLY | flags, dir_fd=self.fd)
@@ -185,28 +185,29 @@ class DiskDirectory:
                 text = os.read(fd, 256)
             finally:
                 os.close(fd)
-            # An empty mark is one whose process died before writing it: no other file is there.
-            if text != _TEXT and (text or len(names) > 1):
+            # A process that died before writing its mark leaves it empty, and no other file.
+            if text != _MARK_TEXT and (text or len(names) > 1):
                 raise TierError(
                     f"disk:{self.path}: {MARK} says {text[:80]!r}, this kvd needs"
-                    f" {_TEXT.decode().strip()!r}; use the kvd that made it, or another directory"
+                    f" {_MARK_TEXT.decode().strip()!r}; use the kvd that made it, or another"
+                    " directory"
                 )
-            foreign = sorted(name for name in names if not _is_kvds(name))
+            foreign = sorted(name for name in names if not _is_own_name(name))
             if foreign:
                 _log.warning(
-                    "disk:%s: %s: not kvd's (%d in all), so left alone, and not counted in size",
+                    "disk:%s: %s: not kvd's (%d in all): left alone, and not counted in size",
                     *(self.path, ", ".join(foreign[:3]), len(foreign)),
                 )
         elif names:
             some = ", ".join(sorted(names)[:3])
             raise TierError(
-                f"disk:{self.path} holds what no disk tier has made ({some}); give an empty or a"
-                " new directory"
+                f"disk:{self.path} holds files of others ({some}); choose an empty or a new"
+                " directory"
             )
         os.fchmod(self.fd, _MODE)
         fd = os.open(MARK, os.O_WRONLY | os.O_CREAT | flags, 0o600, dir_fd=self.fd)
         try:
-            os.write(fd, _TEXT)
+            os.write(fd, _MARK_TEXT)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -215,16 +216,16 @@ class DiskDirectory:
     def _names(self) -> set[str]:
         return set(os.listdir(self.fd))  # noqa: PTH208  # of a descriptor
 
-    def slabs(self) -> list[int]:
-        """Return the numbers of slabs of which any file is here, ascending."""
-        found = (_SLAB.fullmatch(name) for name in self._names())
-        return sorted({int(match[1]) for match in found if match})
+    def slab_numbers(self) -> list[int]:
+        """Return the numbers of slabs of which any file exists, ascending."""
+        matches = (_SLAB.fullmatch(name) for name in self._names())
+        return sorted({int(match[1]) for match in matches if match})
 
     def bytes_beside_slabs(self) -> int:
         """Return an upper bound for kvd's other files: mark, table of salts, damaged files."""
-        names = [name for name in self._names() if name.endswith(_ASIDE)]
-        aside = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
-        return _MARK_BYTES + SALTS_BYTES + 512 * sum(aside)
+        names = [name for name in self._names() if name.endswith(_DAMAGED)]
+        blocks = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
+        return _MARK_BYTES + SALTS_BYTES + 512 * sum(blocks)
 
     def filesystem_bytes(self) -> tuple[int, int]:
         """Return the size of the file system, and its bytes free for this user.
@@ -233,10 +234,10 @@ class DiskDirectory:
             TierError: statvfs failed.
         """
         try:
-            found = os.fstatvfs(self.fd)
+            status = os.fstatvfs(self.fd)
         except OSError as error:
             raise TierError(f"disk:{self.path}: statvfs: {error.strerror}") from error
-        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Release the lock, so that another process can use the directory."""
@@ -247,7 +248,7 @@ class Salts:
     """The salt of each namespace's last reset, stored in a file of the directory.
 
     Each change writes a whole new file, syncs it and renames it before the salt counts, so chunks
-    dropped by a reset are never found again. Beyond `MOST_SALTS` the least recently used salt is
+    dropped by a reset are never found again. Beyond `MAX_SALTS` the least recently used salt is
     dropped: unless the daemon knows it, that namespace's chunks are not found again.
 
     Args:
@@ -271,12 +272,12 @@ class Salts:
         try:
             self._salts = _parse_salts(text)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            os.rename(SALTS, SALTS + _ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(SALTS, SALTS + _DAMAGED, src_dir_fd=folder, dst_dir_fd=folder)
             _log.error(
                 "disk: the table of salts is damaged (%s): it was renamed to %s, and what this disk"
                 " has of namespaces that were not reset since the machine started is lost",
                 error,
-                SALTS + _ASIDE,
+                SALTS + _DAMAGED,
             )
 
     def get(self, namespace: bytes) -> bytes:
@@ -291,18 +292,18 @@ class Salts:
         """
         name = namespace.hex()
         table = self._salts.copy()
-        before = table.pop(name, "")
+        previous = table.pop(name, "")
         table[name] = salt.hex()
-        if before != salt.hex():
-            if len(table) > MOST_SALTS:
+        if previous != salt.hex():
+            if len(table) > MAX_SALTS:
                 del table[next(iter(table))]
             self._write(table)
         self._salts = table
-        return bytes.fromhex(before)
+        return bytes.fromhex(previous)
 
     def _write(self, table: dict[str, str]) -> None:
-        whole = {"version": _SALTS_VERSION, "check": _check(table), "salts": table}
-        text = json.dumps(whole).encode()
+        content = {"version": _SALTS_VERSION, "check": _checksum(table), "salts": table}
+        text = json.dumps(content).encode()
         new = f"{SALTS}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(new, flags, 0o600, dir_fd=self._folder)
@@ -320,7 +321,7 @@ class Salts:
         os.fsync(self._folder)
 
 
-def _check(table: dict[str, str]) -> int:
+def _checksum(table: dict[str, str]) -> int:
     return crc32(json.dumps(table).encode())
 
 
@@ -328,36 +329,36 @@ def _parse_salts(text: bytes) -> dict[str, str]:
     read = json.loads(text)
     if read["version"] != _SALTS_VERSION:
         raise ValueError(f"version {read['version']}, this kvd reads {_SALTS_VERSION}")
-    if _check(read["salts"]) != read["check"]:
-        raise ValueError("its check word does not fit")
-    found: dict[str, str] = read["salts"]
-    return found
+    if _checksum(read["salts"]) != read["check"]:
+        raise ValueError("it does not match its checksum")
+    salts: dict[str, str] = read["salts"]
+    return salts
 
 
-def _is_kvds(name: str) -> bool:
-    return bool(_SLAB.fullmatch(name)) or name in _OTHERS or name.endswith(_ASIDE)
+def _is_own_name(name: str) -> bool:
+    return bool(_SLAB.fullmatch(name)) or name in _OTHER_NAMES or name.endswith(_DAMAGED)
 
 
 def _open(path: Path) -> int:
-    """Open the directory; create its last part only, so as not to write below a missing mount."""
+    """Open the directory; create its last component only, not to write below a missing mount."""
     parent = path.parent
     problem = mode_problem(parent, parent.stat().st_mode)
     if problem:
         raise TierError(f"disk:{path}: its directory {parent}: {problem}")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=_MODE)
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         raise TierError(f"disk:{path} is a symbolic link; give its target, {path.resolve()}")
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def _explained(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     text = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
     if error.errno == errno.EROFS:
         return f"{text}; mount it writable, or choose another directory"
     if error.errno == errno.ENOENT:
-        return f"{text}; make its parent directory, or mount what belongs there"
+        return f"{text}; create its parent directory, or mount the file system"
     if error.errno == errno.ENOTDIR:
         return f"{text}; give a directory"
     return text

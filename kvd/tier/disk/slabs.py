@@ -1,8 +1,8 @@
 """A slab: a preallocated file of slots of one size, and the index file of their records.
 
 ``000007.slab`` holds the slots; ``000007.index`` holds a record for each slot, of which the process
-has a copy. The index file is made last and removed first, so a slab without one holds nothing. The
-index is little-endian: a header page, then one record for each slot::
+has a copy. The index file is created last and removed first, so a slab without one holds nothing.
+The index is little-endian: a header page, then one record for each slot::
 
     offset  type      header
          0  8 bytes   magic "kvd-dsk" and a zero byte
@@ -15,7 +15,7 @@ index is little-endian: a header page, then one record for each slot::
          8  u64       xxh3-64 of the shares
         16  16 bytes  id of the space
         32  u8        length of the key, a zero byte follows
-        34  u16, u16  first block, and how many
+        34  u16, u16  first block, count of blocks
         38  u16       group
         40  48 bytes  key, padded with zeros
 
@@ -63,7 +63,7 @@ _RECORD = struct.Struct(f"<QQ16sBxHHH{KEY_BYTES}s")
 _OWNER = struct.Struct(f"<16sB7x{KEY_BYTES}s")
 _OWNER_AT = 16
 _HEADER = struct.Struct("<8sIIQI")
-_MOST_SEQUENCE = 2**62  # records with larger sequences are damaged
+_MAX_SEQUENCE = 2**62  # records with larger sequences are damaged
 _FILE_MODE = 0o600
 _NEW = ".new"
 
@@ -83,27 +83,21 @@ class Record(NamedTuple):
 
     def pack(self) -> bytes:
         """Return its bytes in the index file."""
-        return _RECORD.pack(
-            self.sequence,
-            self.checksum,
-            self.space,
-            len(self.key),
-            *self.coverage,
-            self.key,
-        )
+        fields = self.sequence, self.checksum, self.space, len(self.key), *self.coverage, self.key
+        return _RECORD.pack(*fields)
 
 
 def possible(records: Records) -> Flags:
     """Return which records can be a chunk's; the others are damaged, or their slots are empty."""
     sequences, lengths = records["sequence"], records["key_len"]
-    return (sequences > 0) & (sequences < _MOST_SEQUENCE) & (lengths > 0) & (lengths <= KEY_BYTES)
+    return (sequences > 0) & (sequences < _MAX_SEQUENCE) & (lengths > 0) & (lengths <= KEY_BYTES)
 
 
-def pack_header(slots: int, slot_bytes: int) -> bytes:
+def pack_header(num_slots: int, slot_bytes: int) -> bytes:
     """Return the header page of an index file."""
-    raw = _HEADER.pack(MAGIC, VERSION, slots, slot_bytes, 0)
+    raw = _HEADER.pack(MAGIC, VERSION, num_slots, slot_bytes, 0)
     check = crc32(raw[:-4])
-    return _HEADER.pack(MAGIC, VERSION, slots, slot_bytes, check).ljust(HEADER_BYTES, b"\0")
+    return _HEADER.pack(MAGIC, VERSION, num_slots, slot_bytes, check).ljust(HEADER_BYTES, b"\0")
 
 
 def parse_header(raw: bytes) -> tuple[int, int]:
@@ -114,22 +108,22 @@ def parse_header(raw: bytes) -> tuple[int, int]:
     """
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"it has {len(raw)} bytes, fewer than a header")
-    magic, version, slots, slot_bytes, check = _HEADER.unpack_from(raw)
+    magic, version, num_slots, slot_bytes, check = _HEADER.unpack_from(raw)
     if magic != MAGIC or check != crc32(raw[: _HEADER.size - 4]):
         raise ValueError("its header is damaged")
     if version != VERSION:
         raise ValueError(f"it has version {version}, this kvd reads {VERSION}")
-    return slots, slot_bytes
+    return num_slots, slot_bytes
 
 
-def slab_bytes(slots: int, slot_bytes: int) -> int:
+def slab_bytes(num_slots: int, slot_bytes: int) -> int:
     """Return the bytes that both files of a slab use on disk.
 
     This counts one block for the extent map of the slots' file: ext4 keeps the map outside the
     inode if there are more than four extents, as a file of 512 MiB has.
     """
-    index = HEADER_BYTES + slots * RECORD_BYTES
-    return slots * slot_bytes + -(-index // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+    index_bytes = HEADER_BYTES + num_slots * RECORD_BYTES
+    return num_slots * slot_bytes + -(-index_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
 class Slab:
@@ -137,7 +131,7 @@ class Slab:
 
     Attributes:
         number: in the files' names, and in the places of its slots.
-        slots, slot_bytes: number of slots, and bytes of each.
+        num_slots, slot_bytes: number of slots, and bytes of each.
         file: descriptor of the slots' file, with O_DIRECT if the file system supports it.
         mirror: the copy of the index file's records.
         states: FREE, BUSY (being written), HELD, DOOMED (dropped while being read), by slot.
@@ -148,12 +142,12 @@ class Slab:
 
     def __init__(self, number: int, slot_bytes: int, file: int, index: int, raw: bytes) -> None:
         self.number = number
-        self.slots = len(raw) // RECORD_BYTES
+        self.num_slots = len(raw) // RECORD_BYTES
         self.slot_bytes = slot_bytes
         self.file = file
         self.mirror = memoryview(bytearray(raw))
-        self.states = bytearray(self.slots)
-        self.visited = bytearray(self.slots)
+        self.states = bytearray(self.num_slots)
+        self.visited = bytearray(self.num_slots)
         self.used = 0
         self.pins = 0
         self._index = index
@@ -161,7 +155,7 @@ class Slab:
     @property
     def nbytes(self) -> int:
         """Bytes of both files."""
-        return slab_bytes(self.slots, self.slot_bytes)
+        return slab_bytes(self.num_slots, self.slot_bytes)
 
     @property
     def records(self) -> Records:
@@ -193,12 +187,12 @@ class Slab:
         self._write(slot, bytes(count * RECORD_BYTES))
 
     def _write(self, slot: int, raw: bytes) -> None:
-        at = slot * RECORD_BYTES
-        if os.pwrite(self._index, raw, HEADER_BYTES + at) != len(raw):
+        offset = slot * RECORD_BYTES
+        if os.pwrite(self._index, raw, HEADER_BYTES + offset) != len(raw):
             raise OSError(f"slab {self.number}: a record was written in part")
-        self.mirror[at : at + len(raw)] = raw
+        self.mirror[offset : offset + len(raw)] = raw
 
-    def look(self) -> None:
+    def check_files(self) -> None:
         """Check that the files still exist at their full size.
 
         Raises:
@@ -206,14 +200,14 @@ class Slab:
             OSError: I/O error.
         """
         for fd, suffix, length in (
-            (self.file, SLAB, self.slots * self.slot_bytes),
+            (self.file, SLAB, self.num_slots * self.slot_bytes),
             (self._index, INDEX, HEADER_BYTES + len(self.mirror)),
         ):
-            found = os.fstat(fd)
-            if not found.st_nlink:
+            status = os.fstat(fd)
+            if not status.st_nlink:
                 raise SlabLost(f"{self.number:06}{suffix} was removed")
-            if found.st_size < length:
-                raise SlabLost(f"{self.number:06}{suffix} was shortened to {found.st_size} bytes")
+            if status.st_size < length:
+                raise SlabLost(f"{self.number:06}{suffix} was shortened to {status.st_size} bytes")
 
     def sync(self) -> None:
         """Flush both files to the medium, so that they survive a power loss."""
@@ -226,13 +220,13 @@ class Slab:
         os.close(self._index)
 
 
-def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) -> Slab:
-    """Create a slab with all of its room allocated; if that fails, no file is left.
+def create(folder: int, number: int, num_slots: int, slot_bytes: int, flags: int) -> Slab:
+    """Create a slab with all of its bytes allocated; if that fails, no file is left.
 
     Args:
         folder: descriptor of the directory.
         number: unused by other slabs.
-        slots: number of slots.
+        num_slots: number of slots.
         slot_bytes: bytes of each slot, a multiple of `ALIGNMENT`.
         flags: flags for opening the slots' file: O_DIRECT or 0.
 
@@ -240,18 +234,18 @@ def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) ->
         OSError: I/O error; ENOSPC if there is no room.
     """
     name, index_name = f"{number:06}{SLAB}", f"{number:06}{INDEX}"
-    raw = bytes(slots * RECORD_BYTES)
+    raw = bytes(num_slots * RECORD_BYTES)
     with contextlib.ExitStack() as undo:
         file = _open(folder, name, os.O_CREAT | os.O_EXCL | flags)
         undo.callback(os.close, file)
         undo.callback(_unlink, folder, name)
-        os.posix_fallocate(file, 0, slots * slot_bytes)
+        os.posix_fallocate(file, 0, num_slots * slot_bytes)
         index = _open(folder, name + _NEW, os.O_CREAT | os.O_EXCL)
         undo.callback(os.close, index)
         undo.callback(_unlink, folder, name + _NEW)
-        whole = pack_header(slots, slot_bytes) + raw
-        os.posix_fallocate(index, 0, len(whole))
-        if os.pwrite(index, whole, 0) != len(whole):
+        content = pack_header(num_slots, slot_bytes) + raw
+        os.posix_fallocate(index, 0, len(content))
+        if os.pwrite(index, content, 0) != len(content):
             raise OSError(f"{index_name} was written in part")
         os.rename(name + _NEW, index_name, src_dir_fd=folder, dst_dir_fd=folder)
         undo.pop_all()
@@ -277,13 +271,14 @@ def load(folder: int, number: int, flags: int) -> Slab:
         raw = _read(index, os.fstat(index).st_size)
         if not any(raw[:HEADER_BYTES]):
             raise FileNotFoundError(errno.ENOENT, "its index was never written")
-        slots, slot_bytes = parse_header(raw)
-        length = slots * RECORD_BYTES
-        if slots > MAX_SLOTS or len(raw) < HEADER_BYTES + length:
-            raise ValueError(f"its index has {len(raw)} bytes, too few for {slots} slots")
-        if os.fstat(file).st_size < slots * slot_bytes:
+        num_slots, slot_bytes = parse_header(raw)
+        length = num_slots * RECORD_BYTES
+        if num_slots > MAX_SLOTS or len(raw) < HEADER_BYTES + length:
+            raise ValueError(f"its index has {len(raw)} bytes, too few for {num_slots} slots")
+        if os.fstat(file).st_size < num_slots * slot_bytes:
             raise ValueError(
-                f"it has {os.fstat(file).st_size} bytes, too few for {slots} slots of {slot_bytes}"
+                f"it has {os.fstat(file).st_size} bytes, too few for {num_slots} slots of"
+                f" {slot_bytes}"
             )
         body = raw[HEADER_BYTES : HEADER_BYTES + length]
         undo.pop_all()
@@ -320,10 +315,10 @@ def _open(folder: int, name: str, flags: int) -> int:
 
 def _read(fd: int, length: int) -> bytes:
     pieces: list[bytes] = []
-    at = 0
-    while at < length and (piece := os.pread(fd, length - at, at)):
+    offset = 0
+    while offset < length and (piece := os.pread(fd, length - offset, offset)):
         pieces.append(piece)
-        at += len(piece)
+        offset += len(piece)
     return b"".join(pieces)
 
 

@@ -1,8 +1,8 @@
-"""I/O of a run of adjacent slots in a slab's file, in one vectored call.
+"""I/O of adjacent slots in a slab's file, in one vectored call.
 
 A slot holds the shares one after another, then, at a multiple of 512 bytes, the length of the head
 and the head. If addresses and lengths allow O_DIRECT, shares are transferred directly from and to
-the pool, and only heads through this thread's staging buffer; else everything is.
+the pool, and only heads through this thread's staging buffer; otherwise all bytes are.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ import numpy as np
 from kvd.tier.contract import Chunk, Space
 from kvd.tier.disk.slabs import ALIGNMENT, Record, Slab
 
-RUN_BYTES = 4 * 2**20  # at least one slot
+RUN_BYTES = 4 * 2**20  # in one call, but at least one slot
 _SECTOR = 512
 _LENGTH = struct.Struct("<I")
-_MOST_PIECES = 1024  # IOV_MAX
+_MAX_PIECES = 1024  # IOV_MAX
 _STATX_DIOALIGN = 0x2000  # linux/stat.h, since 6.1
 _AT_EMPTY_PATH = 0x1000
-_DIO_AT = 152  # stx_dio_mem_align, then stx_dio_offset_align
-_own = threading.local()
+_DIO_OFFSET = 152  # stx_dio_mem_align, then stx_dio_offset_align
+_thread_local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """O_DIRECT's alignment of addresses, and of offsets and lengths. Offset 1: it is not used."""
+    """O_DIRECT's alignment of addresses, and of offsets and lengths. Offset 1: no O_DIRECT."""
 
     memory: int
     offset: int
@@ -58,16 +58,16 @@ class Alignment:
                 return cls(ALIGNMENT, ALIGNMENT)
             raise
         try:
-            found = ctypes.create_string_buffer(256)
+            status = ctypes.create_string_buffer(256)
             libc = ctypes.CDLL(None, use_errno=True)
-            if libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found):
+            if libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status):
                 return cls(ALIGNMENT, ALIGNMENT)
         finally:
             os.close(fd)
-        memory, offset = np.frombuffer(found.raw, "<u4", 2, _DIO_AT).tolist()
-        if not int.from_bytes(found.raw[:4], "little") & _STATX_DIOALIGN:
+        memory, offset = np.frombuffer(status.raw, "<u4", 2, _DIO_OFFSET).tolist()
+        if not int.from_bytes(status.raw[:4], "little") & _STATX_DIOALIGN:
             return cls(ALIGNMENT, ALIGNMENT)
-        # 0, 0: the file system accepts the flag but copies nevertheless, as tmpfs does.
+        # 0, 0: the file system accepts the flag but copies all the same, as tmpfs does.
         return cls(max(memory, 1), max(offset, 1)) if offset <= ALIGNMENT else cls(1, 1)
 
 
@@ -76,15 +76,15 @@ class SlotLayout:
     """The layout of a space's chunks in slots.
 
     Attributes:
-        head_at: offset of the head's length in a slot.
+        head_offset: of the head's length in a slot.
         slot_bytes: bytes of a slot.
-        run_slots: the largest number of slots in one call.
+        max_run: the largest number of slots in one call.
         is_padded: whether there are bytes between the shares and the head.
     """
 
-    head_at: int
+    head_offset: int
     slot_bytes: int
-    run_slots: int
+    max_run: int
     is_padded: bool
 
 
@@ -92,14 +92,14 @@ class SlotLayout:
 def layout_of(space: Space) -> SlotLayout:
     """Return the layout of a space's chunks in slots."""
     nbytes = space.chunk_bytes
-    head_at = -(-nbytes // _SECTOR) * _SECTOR
-    end = head_at + _LENGTH.size + space.head_bytes
-    pieces = _MOST_PIECES // (len(space.share_bytes) + 1)
+    head_offset = -(-nbytes // _SECTOR) * _SECTOR
+    end = head_offset + _LENGTH.size + space.head_bytes
+    pieces = _MAX_PIECES // (len(space.share_bytes) + 1)
     return SlotLayout(
-        head_at=head_at,
+        head_offset=head_offset,
         slot_bytes=-(-end // ALIGNMENT) * ALIGNMENT,
-        run_slots=max(1, min(RUN_BYTES // max(1, nbytes), pieces)),
-        is_padded=head_at != nbytes,
+        max_run=max(1, min(RUN_BYTES // max(1, nbytes), pieces)),
+        is_padded=head_offset != nbytes,
     )
 
 
@@ -122,7 +122,7 @@ class SlotChunk:
 def runs(items: list[SlotChunk]) -> Iterator[list[SlotChunk]]:
     """Sort `items`, and yield runs that one call can transfer."""
     if len(items) > 1:
-        items.sort(key=_place)
+        items.sort(key=_position)
     run: list[SlotChunk] = []
     for item in items:
         if run and not _follows(run, item):
@@ -133,7 +133,7 @@ def runs(items: list[SlotChunk]) -> Iterator[list[SlotChunk]]:
         yield run
 
 
-def _place(item: SlotChunk) -> tuple[int, int]:
+def _position(item: SlotChunk) -> tuple[int, int]:
     return item.slab.number, item.slot
 
 
@@ -144,32 +144,29 @@ def _follows(run: list[SlotChunk], item: SlotChunk) -> bool:
         item.slab is last.slab
         and item.slot == last.slot + 1
         and (space is last.chunk.space or space == last.chunk.space)
-        and len(run) < layout_of(space).run_slots
+        and len(run) < layout_of(space).max_run
     )
 
 
 class SlotRunIO:
-    """One vectored call for the chunks of a run.
-
-    Args:
-        run: from `runs`.
-        alignment: what O_DIRECT needs.
-    """
+    """One vectored call for the chunks of a run, which `runs` has yielded."""
 
     def __init__(self, run: Sequence[SlotChunk], alignment: Alignment) -> None:
         self._chunks = [item.chunk for item in run]
         self._file, slot_bytes = run[0].slab.file, run[0].slab.slot_bytes
-        self._at, self._nbytes = run[0].slot * slot_bytes, len(run) * slot_bytes
+        self._offset, self._nbytes = run[0].slot * slot_bytes, len(run) * slot_bytes
         layout = layout_of(self._chunks[0].space)
-        self._head_at = layout.head_at
-        if slot_bytes < layout.head_at + _LENGTH.size:  # the record is damaged
+        self._head_offset = layout.head_offset
+        if slot_bytes < layout.head_offset + _LENGTH.size:  # the record is damaged
             raise OSError(errno.EIO, f"a slot of {slot_bytes} bytes is too small for its chunk")
         self._staged = layout.is_padded or not _are_aligned(self._chunks, alignment)
-        own = 0 if self._staged else self._head_at  # bytes of a slot outside the staging buffer
-        size = slot_bytes - own
-        memory = _memory(len(run) * size)
-        self._slots = [memory[at : at + size] for at in range(0, len(memory), size)]
-        self._heads = [slot[self._head_at - own :] for slot in self._slots]
+        unstaged = 0 if self._staged else self._head_offset  # bytes of a slot
+        staged_bytes = slot_bytes - unstaged
+        memory = _staging_buffer(len(run) * staged_bytes)
+        self._slots = [
+            memory[begin : begin + staged_bytes] for begin in range(0, len(memory), staged_bytes)
+        ]
+        self._heads = [slot[self._head_offset - unstaged :] for slot in self._slots]
         self._pieces: list[memoryview] = [memory] if self._staged else []
         if not self._staged:
             for chunk, head in zip(self._chunks, self._heads, strict=True):
@@ -189,12 +186,12 @@ class SlotRunIO:
             head[end:] = bytes(len(head) - end)
         if self._staged:
             for slot, chunk in zip(self._slots, self._chunks, strict=True):
-                at = 0
+                offset = 0
                 for share in chunk.shares:
-                    slot[at : at + len(share)] = share
-                    at += len(share)
-                slot[at : self._head_at] = bytes(self._head_at - at)
-        moved = os.pwritev(self._file, self._pieces, self._at)
+                    slot[offset : offset + len(share)] = share
+                    offset += len(share)
+                slot[offset : self._head_offset] = bytes(self._head_offset - offset)
+        moved = os.pwritev(self._file, self._pieces, self._offset)
         if moved != self._nbytes:
             raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were written")
 
@@ -204,15 +201,15 @@ class SlotRunIO:
         Raises:
             OSError: I/O error, or a short read.
         """
-        moved = os.preadv(self._file, self._pieces, self._at)
+        moved = os.preadv(self._file, self._pieces, self._offset)
         if moved != self._nbytes:
             raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were read")
         if self._staged:
             for slot, chunk in zip(self._slots, self._chunks, strict=True):
-                at = 0
+                offset = 0
                 for share in chunk.shares:
-                    share[:] = slot[at : at + len(share)]
-                    at += len(share)
+                    share[:] = slot[offset : offset + len(share)]
+                    offset += len(share)
         for head, chunk in zip(self._heads, self._chunks, strict=True):
             (length,) = _LENGTH.unpack_from(head)
             chunk.head = bytes(head[_LENGTH.size :][:length])
@@ -230,9 +227,9 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def _memory(nbytes: int) -> memoryview:
+def _staging_buffer(nbytes: int) -> memoryview:
     """Return this thread's staging buffer, page-aligned; the next call reuses its memory."""
-    memory: memoryview = getattr(_own, "memory", memoryview(b""))
+    memory: memoryview = getattr(_thread_local, "memory", memoryview(b""))
     if len(memory) < nbytes:
-        memory = _own.memory = memoryview(mmap.mmap(-1, nbytes))
+        memory = _thread_local.memory = memoryview(mmap.mmap(-1, nbytes))
     return memory[:nbytes]

@@ -1,12 +1,12 @@
-"""The index of chunks by slot, and the eviction policy. No I/O.
+"""The index of chunks by slot, its rebuild from records, and the eviction policy. No I/O.
 
 Slots of one size form a ring over their slabs, on which CLOCK evicts: its hand takes slots of
 chunks not accessed since its last visit, and passes over the others once. CLOCK is FIFO with lazy
 promotion (Yang et al., "FIFO can be better than LRU: the power of lazy promotion and quick
-demotion", HotOS 2023). So neighbours are freed together, and are written in one call.
+demotion", HotOS 2023). So adjacent slots are freed together, and written in one call.
 
 Between sizes: if a slab of another size was last used before the chunk that the hand would evict,
-that whole slab goes instead, so unused chunks of one model do not occupy space for good.
+that whole slab is dropped instead, so unused chunks of one model do not occupy space for good.
 """
 
 from collections import deque
@@ -30,11 +30,11 @@ from kvd.tier.disk.slabs import (
     possible,
 )
 
-_MOST_SPARED = 4096  # accessed chunks that one call passes over, since it holds the lock
+_MAX_SPARED = 4096  # accessed chunks that one call passes over, since the lock is held
 KeyPlaces: TypeAlias = dict[bytes, int]
-"""Places by key, see `place_of`."""
+"""Places by key; see `place_of`."""
 TakenSlot: TypeAlias = tuple[Slab, int]
-"""A slot that is taken: its slab, which may be dropped meanwhile, and its number there."""
+"""A slot taken for writing: its slab, which may be dropped meanwhile, and its number there."""
 
 
 def place_of(slab: int, slot: int) -> int:
@@ -53,41 +53,41 @@ class Ring:
 
     slabs: list[Slab] = field(default_factory=list)
     free: deque[int] = field(default_factory=deque)
-    slab: int = 0
-    slot: int = 0
-    slots: int = 0
+    hand_slab: int = 0  # index in `slabs`
+    hand_slot: int = 0
+    num_slots: int = 0
 
     def add(self, slab: Slab) -> None:
         """Append a slab."""
         self.slabs.append(slab)
-        self.slots += slab.slots
+        self.num_slots += slab.num_slots
 
     def step(self) -> tuple[Slab, int]:
         """Return the slot at the hand, and advance the hand."""
-        slab, slot = self.slabs[self.slab], self.slot
-        self.slot += 1
-        if self.slot == slab.slots:
-            self.slot, self.slab = 0, (self.slab + 1) % len(self.slabs)
+        slab, slot = self.slabs[self.hand_slab], self.hand_slot
+        self.hand_slot += 1
+        if self.hand_slot == slab.num_slots:
+            self.hand_slot, self.hand_slab = 0, (self.hand_slab + 1) % len(self.slabs)
         return slab, slot
 
     def set_hand(self, place: int) -> None:
         """Move the hand to the slot after a place."""
         number, slot = split(place)
-        self.slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
-        self.slot = slot
+        self.hand_slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
+        self.hand_slot = slot
         self.step()
 
     def remove(self, slab: Slab) -> None:
         """Remove a slab, with its free places."""
-        at = self.slabs.index(slab)
+        index = self.slabs.index(slab)
         self.slabs.remove(slab)
-        self.slots -= slab.slots
-        if at < self.slab:
-            self.slab -= 1
-        elif at == self.slab:
-            self.slot = 0
-        if self.slab >= len(self.slabs):
-            self.slab = self.slot = 0
+        self.num_slots -= slab.num_slots
+        if index < self.hand_slab:
+            self.hand_slab -= 1
+        elif index == self.hand_slab:
+            self.hand_slot = 0
+        if self.hand_slab >= len(self.slabs):
+            self.hand_slab = self.hand_slot = 0
         self.free = deque(place for place in self.free if split(place)[0] != slab.number)
 
 
@@ -96,21 +96,21 @@ class SlotIndex:
 
     Attributes:
         slabs: by number.
-        held: places of chunks by space id; puts need the entry of their space.
+        spaces: places of chunks by space id; a put needs the entry of its space.
         sequence: number of the latest put or get.
         nbytes: bytes of all slabs' files.
     """
 
     def __init__(
-        self, slabs: Sequence[Slab] = (), held: Mapping[bytes, KeyPlaces] | None = None
+        self, slabs: Sequence[Slab] = (), spaces: Mapping[bytes, KeyPlaces] | None = None
     ) -> None:
         self.slabs = {slab.number: slab for slab in slabs}
-        self.held = dict(held or {})
+        self.spaces = dict(spaces or {})
         self.nbytes = sum(slab.nbytes for slab in slabs)
         self.sequence = max((slab.used for slab in slabs), default=0)
         self._rings: dict[int, Ring] = {}
         self._readers: dict[int, int] = {}
-        self._gone: dict[bytes, list[bytes]] = {}
+        self._dropped: dict[bytes, list[bytes]] = {}
         for slab in slabs:
             ring = self._rings.setdefault(slab.slot_bytes, Ring())
             ring.add(slab)
@@ -122,17 +122,17 @@ class SlotIndex:
             slot = int(np.argmax(np.where(is_held, latest.records["sequence"], 0)))
             ring.set_hand(place_of(latest.number, slot))
 
-    # ------------------------------------------------------------ how full
+    # ------------------------------------------------------------ usage
 
-    def used(self) -> tuple[int, int]:
+    def usage(self) -> tuple[int, int]:
         """Return the number of chunks, and the bytes of their slots."""
         pairs = [(slab.states.count(HELD), slab.slot_bytes) for slab in self.slabs.values()]
         return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
 
     def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return, by space id, the keys evicted or lost since the last call."""
-        gone, self._gone = self._gone, {}
-        return list(gone.items())
+        dropped, self._dropped = self._dropped, {}
+        return list(dropped.items())
 
     # ------------------------------------------------------------ slabs
 
@@ -142,7 +142,7 @@ class SlotIndex:
         self.nbytes += slab.nbytes
         ring = self._rings.setdefault(slab.slot_bytes, Ring())
         ring.add(slab)
-        ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.slots)))
+        ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.num_slots)))
         slab.used = self.sequence
 
     def drop(self, slab: Slab) -> None:
@@ -153,33 +153,33 @@ class SlotIndex:
         self._rings[slab.slot_bytes].remove(slab)
         if not self._rings[slab.slot_bytes].slabs:
             del self._rings[slab.slot_bytes]
-        for slot in range(slab.slots):
+        for slot in range(slab.num_slots):
             if slab.states[slot] == HELD:
                 self._forget(slab, slot)
                 slab.states[slot] = FREE
 
-    def oldest(self, besides: int = 0) -> Slab | None:
-        """Return the least recently used slab without reads or writes under way, or None.
+    def oldest_idle(self, for_slot_bytes: int = 0) -> Slab | None:
+        """Return the least recently used slab without reads or writes under way; None if none is.
 
-        Slabs with slots of `besides` bytes are exempt; others must have been used before the chunk
-        that the hand of these comes to next.
+        If room is needed for slots of `for_slot_bytes`, their slabs are exempt, and others must
+        have been used before the chunk that the hand of these slots comes to next.
         """
-        limit = self._next_use(self.ring(besides))
-        slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != besides)
+        limit = self._next_use(self.ring(for_slot_bytes))
+        slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != for_slot_bytes)
         idle = [slab for slab in slabs if not slab.pins]
-        found = min(idle, key=lambda slab: slab.used, default=None)
-        if found is None or (limit is not None and found.used >= limit):
+        oldest = min(idle, key=lambda slab: slab.used, default=None)
+        if oldest is None or (limit is not None and oldest.used >= limit):
             return None
-        return found
+        return oldest
 
     def _next_use(self, ring: Ring) -> int | None:
         """Return the sequence of the chunk that the hand comes to next; None if there is none."""
-        slot = ring.slot
+        slot = ring.hand_slot
         # The hand's slab comes last again, for the slots before the hand.
-        for slab in (*ring.slabs[ring.slab :], *ring.slabs[: ring.slab + 1]):
-            at = slab.states.find(HELD, slot)
-            if at >= 0:
-                return slab.record(at).sequence
+        for slab in (*ring.slabs[ring.hand_slab :], *ring.slabs[: ring.hand_slab + 1]):
+            held_slot = slab.states.find(HELD, slot)
+            if held_slot >= 0:
+                return slab.record(held_slot).sequence
             slot = 0
         return None
 
@@ -198,17 +198,17 @@ class SlotIndex:
         """Evict up to `count` chunks, and take their slots to write to."""
         ring = self.ring(slot_bytes)
         taken: list[TakenSlot] = []
-        spared = 0
-        for _ in range(2 * ring.slots):
+        num_spared = 0
+        for _ in range(2 * ring.num_slots):
             if len(taken) == count:
                 break
             slab, slot = ring.step()
             place = place_of(slab.number, slot)
             if slab.states[slot] != HELD or place in self._readers:
                 continue
-            if slab.visited[slot] and spared < _MOST_SPARED:
+            if slab.visited[slot] and num_spared < _MAX_SPARED:
                 slab.visited[slot] = 0
-                spared += 1
+                num_spared += 1
                 continue
             self._forget(slab, slot)
             taken.append(self._take(place))
@@ -226,27 +226,27 @@ class SlotIndex:
         self.sequence += count
         return self.sequence - count + 1
 
-    def written(self, slab: Slab, slot: int, record: Record) -> TakenSlot | None:
-        """Enter the chunk of a slot that was taken, after its record was written.
+    def enter(self, slab: Slab, slot: int, record: Record) -> TakenSlot | None:
+        """Enter the chunk of a taken slot, after its record was written.
 
         Returns:
-            A slot to erase and free, or None: the one that held the key before, as `remove`
+            A slot to erase and free, or None: the slot that held the key before, as `remove`
             returns it; or this one, if the space was dropped meanwhile.
         """
-        places = self.held.get(record.space)
+        places = self.spaces.get(record.space)
         if places is None and slab.number in self.slabs:
             return slab, slot
         slab.pins -= 1
         if places is None or slab.number not in self.slabs:
             return None
-        before = self.remove(record.space, record.key)
+        previous = self.remove(record.space, record.key)
         places[record.key] = place_of(slab.number, slot)
         slab.states[slot] = HELD
         slab.used = max(slab.used, record.sequence)
-        return before
+        return previous
 
-    def not_written(self, slab: Slab, slot: int) -> None:
-        """Free a slot that was taken; its record has been erased."""
+    def free(self, slab: Slab, slot: int) -> None:
+        """Free a taken slot; its record has been erased."""
         slab.pins -= 1
         if slab.number in self.slabs:
             self._set_free(slab, slot)
@@ -255,17 +255,17 @@ class SlotIndex:
 
     def find(self, space: bytes, key: bytes) -> tuple[Slab, int, Record] | None:
         """Return a chunk's slab, slot and record; None if it is not held."""
-        place = self.held.get(space, {}).get(key)
+        place = self.spaces.get(space, {}).get(key)
         if place is None:
             return None
-        at, slot = split(place)
-        slab = self.slabs[at]
+        number, slot = split(place)
+        slab = self.slabs[number]
         return slab, slot, slab.record(slot)
 
     def holds(self, slab: Slab, slot: int, record: Record) -> bool:
         """Return whether the index has the record's chunk in this slot."""
         place = place_of(slab.number, slot)
-        return self.held.get(record.space, {}).get(record.key) == place
+        return self.spaces.get(record.space, {}).get(record.key) == place
 
     def pin(self, slab: Slab, slot: int) -> None:
         """Protect a HELD slot from reuse while it is read, and mark it as accessed."""
@@ -291,7 +291,7 @@ class SlotIndex:
             return None
         return self._take(place)
 
-    def lost(self, slab: Slab, slot: int) -> None:
+    def drop_unreadable(self, slab: Slab, slot: int) -> None:
         """Drop the chunk of a pinned slot that cannot be read."""
         if slab.number in self.slabs and slab.states[slot] == HELD:
             self._forget(slab, slot)
@@ -301,33 +301,33 @@ class SlotIndex:
         """Drop a chunk.
 
         Returns:
-            Its slot, taken: erase its record, then call `not_written`. None if the chunk is not
+            Its slot, taken: erase its record, then call `free`. None if the chunk is not
             held, or still being read.
         """
-        place = self.held.get(space, {}).pop(key, None)
+        place = self.spaces.get(space, {}).pop(key, None)
         return None if place is None else self._release(place)
 
     def drop_space(self, space: bytes) -> list[int]:
-        """Drop all chunks of a space; return their places, for `release` in pieces."""
-        return sorted(self.held.pop(space, {}).values())
+        """Drop all chunks of a space; return their places, for `release` in several calls."""
+        return sorted(self.spaces.pop(space, {}).values())
 
     def release(self, places: Sequence[int]) -> list[TakenSlot | None]:
-        """Take the slots at places of a dropped space, as `remove`, unless taken already."""
+        """Take the slots at places of a dropped space, as `remove` does, unless they are taken."""
         taken: list[TakenSlot | None] = []
         for place in places:
-            at, slot = split(place)
-            slab = self.slabs.get(at)
+            number, slot = split(place)
+            slab = self.slabs.get(number)
             if slab is not None and slab.states[slot] == HELD:
                 space, key = slab.owner(slot)
-                if self.held.get(space, {}).get(key) != place:
+                if self.spaces.get(space, {}).get(key) != place:
                     taken.append(self._release(place))
         return taken
 
     def _release(self, place: int) -> TakenSlot | None:
         if place not in self._readers:
             return self._take(place)
-        at, slot = split(place)
-        self.slabs[at].states[slot] = DOOMED
+        number, slot = split(place)
+        self.slabs[number].states[slot] = DOOMED
         return None
 
     def _set_free(self, slab: Slab, slot: int) -> None:
@@ -335,65 +335,63 @@ class SlotIndex:
         self._rings[slab.slot_bytes].free.append(place_of(slab.number, slot))
 
     def _forget(self, slab: Slab, slot: int) -> None:
+        """Remove the chunk of a slot from the index, and report its key as dropped."""
         space, key = slab.owner(slot)
-        places = self.held.get(space, {})
-        if places.get(key) == place_of(slab.number, slot):  # else its space was dropped
+        places = self.spaces.get(space, {})
+        if places.get(key) == place_of(slab.number, slot):  # otherwise its space was dropped
             del places[key]
-            self._gone.setdefault(space, []).append(key)
+            self._dropped.setdefault(space, []).append(key)
 
 
-def rebuild(found: Sequence[Slab]) -> tuple[dict[bytes, KeyPlaces], list[int], int]:
-    """Index the chunks in slabs, and mark their slots as HELD.
+def rebuild(slabs: Sequence[Slab]) -> tuple[dict[bytes, KeyPlaces], list[int], int]:
+    """Index the chunks in slabs by their records, and mark their slots as HELD.
 
     Returns:
         - the places of keys, by space id;
         - places to erase: of damaged records, and of older records of the same key;
         - how many of these are damaged, i.e. not `possible`.
     """
-    held: dict[bytes, KeyPlaces] = {}
-    by_number = {slab.number: slab for slab in found}
-    wrong: list[int] = []
-    for slab in found:
+    spaces: dict[bytes, KeyPlaces] = {}
+    by_number = {slab.number: slab for slab in slabs}
+    to_erase: list[int] = []
+    for slab in slabs:
         records = slab.records
-        counts = possible(records)
-        lost = np.flatnonzero((records["sequence"] > 0) & ~counts)
-        wrong += (place_of(slab.number, 0) + lost).tolist()
-        slab.used = int(records["sequence"][counts].max(initial=0))
-        np.frombuffer(slab.states, "u1")[counts] = HELD
-    damaged = len(wrong)
-    for slab in found:
+        is_possible = possible(records)
+        damaged = np.flatnonzero((records["sequence"] > 0) & ~is_possible)
+        to_erase += (place_of(slab.number, 0) + damaged).tolist()
+        slab.used = int(records["sequence"][is_possible].max(initial=0))
+        np.frombuffer(slab.states, "u1")[is_possible] = HELD
+    num_damaged = len(to_erase)
+    for slab in slabs:
         slots = np.flatnonzero(np.frombuffer(slab.states, "u1") == HELD)
-        names, which = np.unique(slab.records["space"][slots], return_inverse=True)
-        for i, name in enumerate(names):
-            mine = slots[which == i]
-            wrong += _enter(held.setdefault(name.tobytes(), {}), slab, mine, by_number)
-    for place in wrong:
-        at, slot = split(place)
-        by_number[at].states[slot] = FREE
-    return held, wrong, damaged
+        ids, id_indices = np.unique(slab.records["space"][slots], return_inverse=True)
+        for i, id_ in enumerate(ids):
+            places = spaces.setdefault(id_.tobytes(), {})
+            to_erase += _enter(places, slab, slots[id_indices == i], by_number)
+    for place in to_erase:
+        number, slot = split(place)
+        by_number[number].states[slot] = FREE
+    return spaces, to_erase, num_damaged
 
 
 def _enter(
-    places: KeyPlaces,
-    slab: Slab,
-    slots: npt.NDArray[np.int64],
-    by_number: Mapping[int, Slab],
+    places: KeyPlaces, slab: Slab, slots: npt.NDArray[np.int64], by_number: Mapping[int, Slab]
 ) -> list[int]:
-    """Enter chunks of one space; return the places of older ones of the same keys."""
-    found = (place_of(slab.number, 0) + slots).tolist()
-    older: list[int] = []  # left by a process that died between writing one and erasing the other
-    for key, place in zip(_keys(slab.records[slots]), found, strict=True):
+    """Enter chunks of one space; return the places of older chunks of the same keys."""
+    new_places = (place_of(slab.number, 0) + slots).tolist()
+    older: list[int] = []  # left by a process that died before it erased the older record
+    for key, place in zip(_keys(slab.records[slots]), new_places, strict=True):
         other = places.setdefault(key, place)
         if other != place:
-            latest = max(place, other, key=lambda at: _sequence(by_number, at))
+            latest = max(place, other, key=lambda p: _sequence(by_number, p))
             older.append(place + other - latest)
             places[key] = latest
     return older
 
 
 def _sequence(by_number: Mapping[int, Slab], place: int) -> int:
-    at, slot = split(place)
-    return by_number[at].record(slot).sequence
+    number, slot = split(place)
+    return by_number[number].record(slot).sequence
 
 
 def chunks_of(
@@ -402,10 +400,10 @@ def chunks_of(
     """Return keys, coverages and places of a space's records in a slab, whether HELD or not."""
     records = np.frombuffer(bytes(slab.mirror), RECORD)
     slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
-    some = records[slots]
-    columns = [some[name].tolist() for name in ("first", "count", "group")]
+    own = records[slots]
+    columns = [own[name].tolist() for name in ("first", "count", "group")]
     places = (place_of(slab.number, 0) + slots).tolist()
-    return _keys(some), list(zip(*columns, strict=True)), places
+    return _keys(own), list(zip(*columns, strict=True)), places
 
 
 def _keys(records: Records) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The tier `disk`: chunks in preallocated slab files, which the next process finds again.
+"""The tier `disk`: chunks in preallocated slab files, which outlive the process.
 
 Durability: a put is acknowledged once its bytes, and after them its record, are written. If the
 process is killed at any moment, the next one finds every acknowledged chunk, whole. Puts are not
@@ -23,7 +23,7 @@ from typing import Self
 from kvd.errors import TierError
 from kvd.machine.memory import Filesystem
 from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
-from kvd.tier.disk.allocator import SlotAllocator, load
+from kvd.tier.disk.allocator import SlotAllocator, load_slabs
 from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
 from kvd.tier.disk.slot_io import Alignment, SlotChunk, SlotRunIO, layout_of, runs
@@ -31,28 +31,28 @@ from kvd.tier.disk.slots import chunks_of
 from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
-_PIECE = 4096  # chunks that are freed or listed at a time
+_MAX_KEYS = 4096  # chunks that are freed or listed at a time
 
 
 @dataclass(slots=True)
-class BatchResult:
+class BatchOutcomes:
     """The outcomes of a batch's chunks, and I/O errors.
 
     Attributes:
-        deadline: monotonic seconds, after which no more I/O is begun.
+        deadline: monotonic seconds, after which no more I/O is started.
     """
 
     outcomes: list[Outcome]
     deadline: float
     errors: list[str] = field(default_factory=list)
 
-    def set(self, run: Sequence[SlotChunk], outcome: Outcome) -> None:
+    def set_outcome(self, run: Sequence[SlotChunk], outcome: Outcome) -> None:
         """Set the same outcome for all chunks of a run."""
         for item in run:
             self.outcomes[item.index] = outcome
 
-    def take(self) -> list[Outcome]:
-        """Return the outcomes.
+    def checked_outcomes(self) -> list[Outcome]:
+        """Return the outcomes; log an error of some of them.
 
         Raises:
             TierError: all chunks failed, by an I/O error.
@@ -84,29 +84,25 @@ class DiskTier(TierBackend):
             kind = Filesystem.of(options.directory).kind
             alignment = Alignment(1, 1) if kind == "tmpfs" else Alignment.of(directory.fd)
             self._salts = Salts(directory.fd)
-            self._slots, self.damaged_records = load(directory, alignment.flags)
-            self._room = SlotAllocator(
+            self._index, self.damaged_records = load_slabs(directory, alignment.flags)
+            self._allocator = SlotAllocator(
                 directory,
-                self._slots,
+                self._index,
                 self._lock,
                 size=options.size,
                 floor=options.floor_of(directory.filesystem_bytes()[0]),
                 flags=alignment.flags,
             )
-            removed = self._room.shrink()
-            shortage = options.shortage(*directory.filesystem_bytes(), self._slots.nbytes)
+            num_removed = self._allocator.shrink()
+            shortage = options.shortage(*directory.filesystem_bytes(), self._index.nbytes)
         except OSError as error:
             raise TierError(f"disk:{options.directory}: {error.strerror}") from error
         self._alignment = alignment
         direct = "O_DIRECT" if alignment.flags else "buffered, since it has no O_DIRECT"
         self.described = f"preadv/pwritev, {self.threads} threads, {kind}, {direct}"
-        if removed:
-            _log.info(
-                "disk:%s: %d slabs went, so that it keeps to size=%s",
-                options.directory,
-                removed,
-                format_size(options.size),
-            )
+        if num_removed:
+            text = "disk:%s: %d slabs were removed to keep to size=%s"
+            _log.info(text, options.directory, num_removed, format_size(options.size))
         if shortage:
             _log.warning("disk:%s: %s", options.directory, shortage)
 
@@ -130,36 +126,37 @@ class DiskTier(TierBackend):
     # ------------------------------------------------------------ batches
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Write chunks that are not there yet; see `TierBackend.put`."""
-        self._room.keep_floor()
-        answer = BatchResult([Outcome.FULL] * len(chunks), deadline)
-        wanted: dict[int, list[int]] = {}
+        """Write chunks that are not stored yet; see `TierBackend.put`."""
+        self._allocator.keep_floor()
+        result = BatchOutcomes([Outcome.FULL] * len(chunks), deadline)
+        indices_by_size: dict[int, list[int]] = {}
         with self._lock:
             for index, chunk in enumerate(chunks):
-                if chunk.space.id not in self._slots.held:
-                    answer.outcomes[index] = Outcome.GONE
-                elif self._is_kept(chunk):
-                    answer.outcomes[index] = Outcome.OK
+                if chunk.space.id not in self._index.spaces:
+                    result.outcomes[index] = Outcome.GONE
+                elif self._mark_if_stored(chunk):
+                    result.outcomes[index] = Outcome.OK
                 else:
-                    wanted.setdefault(layout_of(chunk.space).slot_bytes, []).append(index)
-        for nbytes, indices in wanted.items():
-            taken = self._room.take(nbytes, len(indices))
+                    slot_bytes = layout_of(chunk.space).slot_bytes
+                    indices_by_size.setdefault(slot_bytes, []).append(index)
+        for slot_bytes, indices in indices_by_size.items():
+            taken = self._allocator.take(slot_bytes, len(indices))
             with self._lock:
-                first = self._slots.next_sequences(len(taken))
+                first_sequence = self._index.next_sequences(len(taken))
             items = [
-                SlotChunk(index, chunks[index], *slot, _record(chunks[index], first + i))
+                SlotChunk(index, chunks[index], *slot, _record(chunks[index], first_sequence + i))
                 for i, (index, slot) in enumerate(zip(indices, taken, strict=False))
             ]
             for run in runs(items):
-                self._write(run, answer)
-        return answer.take()
+                self._write(run, result)
+        return result.checked_outcomes()
 
-    def _is_kept(self, chunk: Chunk) -> bool:
-        """Return whether the chunk is held with this check word and coverage; mark it accessed."""
-        found = self._slots.find(chunk.space.id, chunk.key)
-        if found is None:
+    def _mark_if_stored(self, chunk: Chunk) -> bool:
+        """Return whether the chunk is stored with this checksum and coverage; mark it accessed."""
+        location = self._index.find(chunk.space.id, chunk.key)
+        if location is None:
             return False
-        slab, slot, record = found
+        slab, slot, record = location
         if record.checksum != chunk.checksum or record.coverage != chunk.coverage:
             return False
         slab.visited[slot] = 1
@@ -167,114 +164,112 @@ class DiskTier(TierBackend):
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """Read chunks from their slots; see `TierBackend.get`."""
-        answer = BatchResult([Outcome.ABSENT] * len(chunks), deadline)
+        result = BatchOutcomes([Outcome.ABSENT] * len(chunks), deadline)
         items: list[SlotChunk] = []
         with self._lock:
             for index, chunk in enumerate(chunks):
-                found = self._slots.find(chunk.space.id, chunk.key)
-                if found is not None:
-                    self._slots.pin(found[0], found[1])
-                    items.append(SlotChunk(index, chunk, *found))
+                location = self._index.find(chunk.space.id, chunk.key)
+                if location is not None:
+                    slab, slot, record = location
+                    self._index.pin(slab, slot)
+                    items.append(SlotChunk(index, chunk, slab, slot, record))
         try:
             for run in runs(items):
-                self._read(run, answer)
+                self._read(run, result)
         finally:
             with self._lock:
-                dropped = [self._slots.unpin(item.slab, item.slot) for item in items]
-            self._room.free(dropped)
-        return answer.take()
+                dropped = [self._index.unpin(item.slab, item.slot) for item in items]
+            self._allocator.free(dropped)
+        return result.checked_outcomes()
 
-    def _write(self, run: list[SlotChunk], answer: BatchResult) -> None:
-        """Write chunks, and after them their records, into the slots taken for them."""
-        if time.monotonic() > answer.deadline:
-            self._not_written(run, Outcome.LATE, answer)
+    def _write(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
+        """Write a run of chunks into the slots taken for them, and after them their records."""
+        if time.monotonic() > result.deadline:
+            self._release_slots(run, Outcome.LATE, result)
             return
         slab = run[0].slab
         try:
-            slab.look()
+            slab.check_files()
             SlotRunIO(run, self._alignment).write()
             slab.write_records(run[0].slot, [item.record for item in run])
         except SlabLost as error:
-            self._not_written(run, Outcome.FAILED, answer)
-            self._lose(slab, error)
+            self._release_slots(run, Outcome.FAILED, result)
+            self._drop_slab(slab, error)
         except OSError as error:
             if len(run) > 1:  # one slot may be at fault
                 for item in run:
-                    self._write([item], answer)
+                    self._write([item], result)
                 return
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._not_written(run, Outcome.FULL if full else Outcome.FAILED, answer)
-            answer.errors.append(self._failed("write", run[0], error))
+            self._release_slots(run, Outcome.FULL if full else Outcome.FAILED, result)
+            result.errors.append(self._error_text("write", run[0], error))
         else:
-            self._written(run, answer)
+            self._enter(run, result)
 
-    def _written(self, run: list[SlotChunk], answer: BatchResult) -> None:
+    def _enter(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
         with self._lock:
-            before = [self._slots.written(item.slab, item.slot, item.record) for item in run]
+            replaced = [self._index.enter(item.slab, item.slot, item.record) for item in run]
             for item in run:
-                is_kept = self._slots.holds(item.slab, item.slot, item.record)
-                answer.outcomes[item.index] = Outcome.OK if is_kept else Outcome.GONE
-        self._room.free(before)
+                is_held = self._index.holds(item.slab, item.slot, item.record)
+                result.outcomes[item.index] = Outcome.OK if is_held else Outcome.GONE
+        self._allocator.free(replaced)
 
-    def _not_written(self, run: list[SlotChunk], outcome: Outcome, answer: BatchResult) -> None:
-        answer.set(run, outcome)
-        self._room.free([(item.slab, item.slot) for item in run])
+    def _release_slots(self, run: list[SlotChunk], outcome: Outcome, result: BatchOutcomes) -> None:
+        result.set_outcome(run, outcome)
+        self._allocator.free([(item.slab, item.slot) for item in run])
 
-    def _read(self, run: list[SlotChunk], answer: BatchResult) -> None:
+    def _read(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
         """Read a run of chunks from pinned slots."""
-        if time.monotonic() > answer.deadline:
-            answer.set(run, Outcome.LATE)
+        if time.monotonic() > result.deadline:
+            result.set_outcome(run, Outcome.LATE)
             return
         slab = run[0].slab
         try:
-            slab.look()
+            slab.check_files()
             SlotRunIO(run, self._alignment).read()
         except SlabLost as error:
-            self._lose(slab, error)
+            self._drop_slab(slab, error)
         except OSError as error:
             if len(run) > 1:
                 for item in run:
-                    self._read([item], answer)
+                    self._read([item], result)
                 return
             # Drop the chunk: a read would fail again, and a new put uses another slot.
-            answer.set(run, Outcome.FAILED)
+            result.set_outcome(run, Outcome.FAILED)
             with self._lock:
-                self._slots.lost(run[0].slab, run[0].slot)
-            answer.errors.append(self._failed("read", run[0], error))
+                self._index.drop_unreadable(run[0].slab, run[0].slot)
+            result.errors.append(self._error_text("read", run[0], error))
         else:
-            answer.set(run, Outcome.OK)
+            result.set_outcome(run, Outcome.OK)
 
-    def _lose(self, slab: Slab, error: SlabLost) -> None:
+    def _drop_slab(self, slab: Slab, error: SlabLost) -> None:
         with self._lock:
-            if slab.number not in self._slots.slabs:
+            if slab.number not in self._index.slabs:
                 return
-            self._slots.drop(slab)
-        self._room.discard(slab)
-        _log.error(
-            "disk:%s: %s: its chunks are lost, and its room is used anew; leave the files to kvd",
-            self._options.directory,
-            error,
-        )
+            self._index.drop(slab)
+        self._allocator.discard(slab)
+        text = "disk:%s: %s: its chunks are lost; leave the files to kvd"
+        _log.error(text, self._options.directory, error)
 
-    def _failed(self, what: str, item: SlotChunk, error: OSError) -> str:
+    def _error_text(self, operation: str, item: SlotChunk, error: OSError) -> str:
         return (
             f"disk:{self._options.directory}/{item.slab.number:06}.slab: slot {item.slot}:"
-            f" {what}: {error.strerror or error}"
+            f" {operation}: {error.strerror or error}"
         )
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ index
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Return which chunks are held; see `TierBackend.contains`."""
+        """Return which chunks are stored; see `TierBackend.contains`."""
         del deadline  # this takes microseconds
         with self._lock:
-            return [self._slots.find(space.id, key) is not None for key in keys]
+            return [self._index.find(space.id, key) is not None for key in keys]
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
         """Drop chunks; see `TierBackend.remove`."""
         with self._lock:
-            dropped = [self._slots.remove(space.id, key) for key in keys]
-        self._room.free(dropped)
+            dropped = [self._index.remove(space.id, key) for key in keys]
+        self._allocator.free(dropped)
 
     def salt(self, namespace: bytes) -> bytes:
         """Return the stored salt; see `TierBackend.salt`."""
@@ -294,54 +289,54 @@ class DiskTier(TierBackend):
     def drop_space(self, space: Space) -> None:
         """Drop all chunks of a space; see `TierBackend.drop_space`."""
         with self._lock:
-            places = self._slots.drop_space(space.id)
-        for at in range(0, len(places), _PIECE):
+            places = self._index.drop_space(space.id)
+        for begin in range(0, len(places), _MAX_KEYS):
             with self._lock:
-                taken = self._slots.release(places[at : at + _PIECE])
-            self._room.free(taken)
+                taken = self._index.release(places[begin : begin + _MAX_KEYS])
+            self._allocator.free(taken)
 
     def open_space(self, space: Space) -> None:
         """See `TierBackend.open_space`."""
         with self._lock:
-            self._slots.held.setdefault(space.id, {})
+            self._index.spaces.setdefault(space.id, {})
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
         """Yield all chunks of a space, slab by slab; see `TierBackend.scan`."""
         with self._lock:
-            slabs = list(self._slots.slabs.values())
+            slabs = list(self._index.slabs.values())
         for slab in slabs:
             keys, coverages, places = chunks_of(slab, space.id)
             with self._lock:
-                found = self._slots.held.get(space.id, {})
-                held = [
+                current = self._index.spaces.get(space.id, {})
+                rows = [
                     (key, coverage)
                     for key, coverage, place in zip(keys, coverages, places, strict=True)
-                    if found.get(key) == place
+                    if current.get(key) == place
                 ]
-            for at in range(0, len(held), _PIECE):
-                yield held[at : at + _PIECE]
+            for begin in range(0, len(rows), _MAX_KEYS):
+                yield rows[begin : begin + _MAX_KEYS]
 
     def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return the keys evicted or lost; see `TierBackend.take_dropped`."""
         with self._lock:
-            return self._slots.take_dropped()
+            return self._index.take_dropped()
 
     def capacity(self) -> Capacity:
         """Return the budget, bytes in use and chunks."""
         with self._lock:
-            chunks, nbytes = self._slots.used()
-        return Capacity(self._options.size, nbytes, chunks)
+            num_chunks, nbytes = self._index.usage()
+        return Capacity(self._options.size, nbytes, num_chunks)
 
     def close(self) -> None:
         """Sync and close all slabs, and release the directory."""
         if self._closed:
             return
         self._closed = True
-        for slab in self._slots.slabs.values():
+        for slab in self._index.slabs.values():
             with contextlib.suppress(OSError):  # at worst its last chunks are misses
                 slab.sync()
             slab.close()
-        self._room.close_retired()
+        self._allocator.close_retired()
         self._directory.close()
 
 

@@ -45,10 +45,10 @@ MEANING = {
     "strayed_bytes": "bytes changed where nothing may be written",
     "store_GBps": "ranks to pool, the lane's copy time",
     "load_GBps": "pool to ranks, the lane's copy time",
-    "tier_stored_chunks": "chunks that tiers took, with --tier",
-    "tier_loaded_chunks": "chunks that came up from tiers",
-    "tier_in_GBps": "pool to tiers, while any was on its way",
-    "tier_out_GBps": "tiers to pool, while any was on its way",
+    "tier_stored_chunks": "chunks stored in tiers, with --tier",
+    "tier_loaded_chunks": "chunks promoted from tiers",
+    "tier_in_GBps": "pool to tiers, while a transfer was in flight",
+    "tier_out_GBps": "tiers to pool, while a transfer was in flight",
     "memcpy_GBps": "one contiguous copy, for comparison",
     "jobs": "stores and loads, each rank's counted",
     "job_p50_us": "submitted to seen finished, median",
@@ -130,7 +130,7 @@ POLL_SECONDS = 0.5
     type=click.IntRange(1),
     default=400,
     show_default=True,
-    help="How many requests.",
+    help="Number of requests.",
 )
 @click.option(
     "--json",
@@ -138,7 +138,9 @@ POLL_SECONDS = 0.5
     type=click.File("w", lazy=False),
     help="Write the figures to this file.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated requests.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the generated requests."
+)
 @click.option(
     "--cpu-bytes",
     "cpu_size",
@@ -149,13 +151,13 @@ POLL_SECONDS = 0.5
     "tiers",
     multiple=True,
     metavar="TIER",
-    help="Keep chunks there that the pool has no room for, such as disk:/tmp/tier,size=1GiB; may be"
-    " given again.",
+    help="Keep evicted chunks in this tier, such as disk:/tmp/tier,size=1GiB; may be given more"
+    " than once.",
 )
 @click.option(
     "--corrupt",
     is_flag=True,
-    help="Flip one bit of the first block that rank 0 stores, to see it found.",
+    help="Flip one bit of the first block that rank 0 stores, to see that it is found.",
 )
 def demo(
     *,
@@ -167,10 +169,10 @@ def demo(
     tiers: tuple[str, ...],
     corrupt: bool,
 ) -> None:
-    """Store and load KV bytes through a private daemon, and verify every byte that comes back.
+    """Store and load KV bytes through a private daemon, and verify every loaded byte.
 
-    With a tier the pool is small, and what was evicted comes up from the tier. What a tier keeps
-    stays there: another run finds it.
+    With a tier the pool is small, and evicted chunks are promoted from the tier. The tier keeps its
+    chunks: another run finds them.
 
     Exit status 1 if any byte is wrong.
 
@@ -196,7 +198,7 @@ def demo(
     if summary["mismatched_bytes"] or summary["strayed_bytes"]:
         console.print(
             f"[bold red]{summary['mismatched_bytes']:,} of {summary['verified_bytes']:,} loaded"
-            f" bytes are wrong, {summary['strayed_bytes']:,} bytes went astray.[/]"
+            f" bytes are wrong, {summary['strayed_bytes']:,} bytes changed elsewhere.[/]"
         )
         sys.exit(1)
     console.print(f"[bold green]All {summary['verified_bytes']:,} loaded bytes are right.[/]")
@@ -235,7 +237,9 @@ def _run(
                 signals.check()
                 ranks.receive(0)  # raises if a rank has ended
                 if time.monotonic() > end:
-                    raise daemon.lost(f"ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
+                    raise daemon.lost(
+                        f"the ranks are ready, but not attached after {ATTACH_SECONDS:g} s"
+                    )
             engine = DemoEngine(scheduler, ranks, num_blocks)
             started = time.perf_counter()
             for prompt in track(prompts, "serving", console=console):

@@ -177,8 +177,8 @@ class DemoEngine:
     def __init__(self, scheduler: Scheduler, ranks: RankProcesses, num_blocks: int) -> None:
         self._scheduler = scheduler
         self._ranks = ranks
-        self._blocks = set(range(NULL_BLOCK + 1, num_blocks))
-        self._free = deque(self._blocks)
+        self._all_blocks = set(range(NULL_BLOCK + 1, num_blocks))
+        self._free_blocks = deque(self._all_blocks)
         self._jobs: dict[int, _RankJobs] = {}
         self._last_job = 0
         self._has_tiers = bool(scheduler.tiers)
@@ -205,8 +205,13 @@ class DemoEngine:
         while self._jobs:
             self._receive_reports()
         self._count_evicted()
-        if len(self._free) != len(self._blocks) or set(self._free) != self._blocks:
-            raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were given back")
+        if (
+            len(self._free_blocks) != len(self._all_blocks)
+            or set(self._free_blocks) != self._all_blocks
+        ):
+            raise DemoError(
+                f"{len(self._free_blocks)} of {len(self._all_blocks)} blocks were freed"
+            )
 
     # ------------------------------------------------------------------ steps
 
@@ -270,10 +275,10 @@ class DemoEngine:
         """Allocate these logical blocks of the request's groups; return them."""
         for blocks, logical in zip(request.blocks, (full, window), strict=True):
             for index in logical:
-                while index not in blocks and not self._free:
+                while index not in blocks and not self._free_blocks:
                     self._receive_reports()
                 if index not in blocks:
-                    blocks[index] = self._free.popleft()
+                    blocks[index] = self._free_blocks.popleft()
         return [request.chunk_blocks(FULL, full), request.chunk_blocks(WINDOW, window)]
 
     def _leave(self, request: _PromptRequest) -> None:
@@ -281,7 +286,7 @@ class DemoEngine:
         request.users -= 1
         if not request.users:
             for blocks in request.blocks:
-                self._free.extend(blocks.values())
+                self._free_blocks.extend(blocks.values())
 
     def _submit(
         self, ticket: StoreTicket | LoadTicket, groups: list[ChunkBlocks], request: _PromptRequest
