@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine_demos import ends_with_ctrl_c, finds_known_prompts, running
+from tests.engine_demos import finds_known_prompts
 from tests.sglang.support import TEST_SECONDS
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -11,9 +11,3 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 def test_known_prompts_are_found_also_after_a_restart() -> None:
     """Cold nothing is found, warm and in a new engine every whole chunk, with the same answers."""
     finds_known_prompts("demo-sglang", TEST_SECONDS - 60)
-
-
-def test_ctrl_c_ends_everything() -> None:
-    """An interrupt while the engine starts ends it, the daemon and the demo."""
-    with running("demo-sglang") as demo:
-        ends_with_ctrl_c(demo, "kvd_tools.forked_server")

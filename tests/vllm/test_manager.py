@@ -1,4 +1,4 @@
-"""The scheduler's side of vLLM's interface, on a real daemon and on none."""
+"""The scheduler's side of vLLM's interface, on a real daemon."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvd_client import Scheduler
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.chunks import ChunkDescriber
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
@@ -48,10 +47,11 @@ def small(start_daemon: StartDaemon) -> Iterator[Engine]:
         yield engine
 
 
-def manager_of(side: Engine | Scheduler, *, pending_timeout: float = 1.0) -> KvdOffloadingManager:
-    """A manager on this session, or the engine's own; chunks are whole."""
-    scheduler = side if isinstance(side, Scheduler) else side.scheduler
-    manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, seek_timeout=0.05)
+def manager_of(engine: Engine, *, pending_timeout: float = 1.0) -> KvdOffloadingManager:
+    """A manager on the engine's session; chunks are whole."""
+    manager = KvdOffloadingManager(
+        engine.scheduler, pending_timeout=pending_timeout, seek_timeout=0.05
+    )
     manager.ranges = WholeChunks(FACTOR)
     groups: Any = SimpleNamespace(kv_group_configs=(), tokens_per_hash=BLOCK)
     manager.describer = ChunkDescriber(groups, {})  # it knows no request: nothing is described
@@ -84,11 +84,8 @@ def looked_up(
     return {manager.lookup(key, request) for key in keys}
 
 
-def store(
-    manager: KvdOffloadingManager, engine: Engine, keys: Sequence[OffloadKey]
-) -> list[OffloadKey]:
-    """Stores by the only rank, in as many steps as it takes to get slots; the keys stored."""
-    stored: list[OffloadKey] = []
+def store(manager: KvdOffloadingManager, engine: Engine, keys: Sequence[OffloadKey]) -> None:
+    """Store all by the only rank, in as many steps as it takes to get slots."""
     rest = list(keys)
     while rest:
         lend(engine.scheduler, 1)
@@ -104,17 +101,8 @@ def store(
             manager.complete_store(wanted, REQUEST)
         manager.end_step()
         eventually(partial(looked_up, manager, wanted), {LookupResult.HIT}.issuperset)
-        stored += wanted
-        if not manager.refused:
-            break
-        rest = [keys[chunk] for _, chunk in sorted(manager.refused.pop(REQUEST.req_id))]
-    settle(engine)
-    return stored
-
-
-def settle(engine: Engine) -> None:
-    """All that the daemon has been told of until now is answered, and the answers are taken in."""
-    engine.scheduler.status()
+        rest = [keys[chunk] for _, chunk in sorted(manager.refused.pop(REQUEST.req_id, ()))]
+    engine.scheduler.status()  # all that the daemon was told of until now is answered
     assert engine.scheduler.loans is not None
 
 
@@ -124,15 +112,14 @@ def counted(manager: KvdOffloadingManager) -> dict[str, float]:
     return figures
 
 
-@pytest.mark.parametrize("others", [SMALL_POOL, 3])
-def test_chunks_that_went_since_the_lookup_are_counted(small: Engine, others: int) -> None:
-    """All or some are gone: the load says how many, and pins nothing."""
+def test_chunks_that_went_since_the_lookup_are_counted(small: Engine) -> None:
+    """Some are gone: the load says how many, and pins nothing."""
     manager = manager_of(small)
     old = keys_of("old", SMALL_POOL // 2)
     store(manager, small, old)
-    store(manager, small, keys_of("new", SMALL_POOL // 2 + others))
+    store(manager, small, keys_of("new", SMALL_POOL // 2 + 3))
     gone = [manager.lookup(key, REQUEST) for key in old].count(LookupResult.MISS)
-    assert gone == len(old) if others == SMALL_POOL else 0 < gone < len(old)
+    assert 0 < gone < len(old)
     spec = manager.prepare_load(old, REQUEST)
     assert spec.missing == gone
     assert len(spec.slots) == len(spec.generations) == 0
@@ -190,7 +177,7 @@ def test_what_was_not_stored_is_given_up(engine: Engine, by_a_rank: bool) -> Non
     assert looked_up(manager, keys[:3]) == {LookupResult.MISS}
     assert looked_up(manager, keys[3:]) == {LookupResult.HIT_PENDING}
     assert counted(manager)[metrics.STORE_FAILURES] == 1
-    assert store(manager, engine, keys[:3]) == keys[:3]
+    store(manager, engine, keys[:3])
     assert metrics.STORE_FAILURES not in counted(manager)
 
 
