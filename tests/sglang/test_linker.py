@@ -7,6 +7,7 @@ import pytest
 from kvd_tools.engine_server import Completion
 from kvd_tools.sglang_engine import SglangServerOptions
 from tests.conftest import Daemon
+from tests.engine_demos import finds_known_prompts
 from tests.sglang.conftest import StartEngine
 from tests.sglang.support import (
     CHUNK_TOKENS,
@@ -98,3 +99,8 @@ def test_two_ranks_load_alike(
     answers = ask_all(engine, PROMPTS)
     check(answers, expected)
     assert min(answer.cached_tokens for answer in answers) >= findable()
+
+
+def test_the_demo_finds_known_prompts_also_after_a_restart() -> None:
+    """`kvd demo-sglang`: warm and in a new engine every whole chunk, with the same answers."""
+    finds_known_prompts("demo-sglang", TEST_SECONDS - 60)
