@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import zmq
 from vllm.distributed.kv_events import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
@@ -167,7 +166,6 @@ PICTURE = ("ab" * 32, 0)
 
 FORMS = [
     # What kvd's connector publishes of memory, of tiers of this node, of shared tiers.
-    Form("kvd memory", [[stored(11, 12, **KVD)]], blocks(cpu=2)),
     Form("kvd tier", [[stored(11, 12, medium="STORAGE", **KVD)]], blocks(disk=2)),
     Form(
         "kvd shared tier",
@@ -175,12 +173,10 @@ FORMS = [
         NOTHING,
     ),
     # Media.
-    Form("medium GPU", [[stored(11, 12, medium="GPU")]], blocks(gpu=2)),
     Form("unknown medium", [[stored(11, 12, medium="TAPE")]], NOTHING),
     # Where, and whose.
     Form("ownership", [[stored(11, 12, ownership="kvd")]], NOTHING),
     # KV-cache groups.
-    Form("kind full attention", [[stored(11, kv_cache_spec_kind="full_attention")]], blocks(cpu=1)),
     Form("kind sliding window", [[stored(11, **WINDOW)]], NOTHING),
     # On disk groups are not told apart: so kvd publishes one of them only.
     Form("kind sliding window on disk", [[stored(11, medium="STORAGE", **WINDOW)]], blocks(disk=1)),
@@ -208,7 +204,6 @@ FORMS = [
     ),
     Form("picture, asked without", [[stored(11, extra_keys=[(PICTURE,)])]], blocks(cpu=1)),
     # Hashes.
-    Form("hashes of 64 bits", [[stored(11, 12, hashed=lambda n: 2**64 - n)]], blocks(cpu=2)),
     Form("hashes of 32 bytes", [[stored(11, 12, hashed=wide)]], NOTHING),
     Form("a batch with one of them", [[stored(11, hashed=wide), stored(11, 12)]], NOTHING),
     # Parents that are unknown.
@@ -236,18 +231,7 @@ FORMS = [
     Form(
         "memory, then device", [[stored(11)], [stored(12, parent=11, medium="GPU")]], blocks(cpu=1)
     ),
-    Form(
-        "the same block in memory and on disk",
-        [[stored(11)], [stored(11, 12, medium="STORAGE")]],
-        blocks(cpu=1, disk=1),
-    ),
     # Removals.
-    Form("removed", [[stored(11, 12)], [removed(12)]], blocks(cpu=1)),
-    Form(
-        "removed of kvd",
-        [[stored(11, 12, **KVD)], [removed(12, group_idx=0, locality="LOCAL")]],
-        blocks(cpu=1),
-    ),
     Form(
         "removed of a window's group",
         [[stored(11, **KVD)], [stored(11, group_idx=1, **WINDOW)], [removed(11, group_idx=1)]],
@@ -258,37 +242,6 @@ FORMS = [
         "stored twice, removed once",
         [[stored(11, 12)], [stored(11, 12)], [removed(12)]],
         blocks(cpu=1),
-    ),
-    # Order in one batch.
-    Form(
-        "removed and stored in one batch",
-        [[stored(11, 12)], [removed(11), stored(11)]],
-        blocks(cpu=2),
-    ),
-    Form("stored and removed in one batch", [[stored(11, 12), removed(12)]], blocks(cpu=1)),
-    Form(
-        "moved from memory to disk in one batch",
-        [[stored(11)], [stored(11, medium="STORAGE"), removed(11)]],
-        blocks(disk=1),
-    ),
-    # A parent that goes and comes back.
-    Form(
-        "parent comes back in memory",
-        [[stored(11, 12, 13)], [removed(11)], [stored(11)]],
-        blocks(cpu=3),
-    ),
-    # Stores that overlap.
-    Form("the first block known, more follow", [[stored(11)], [stored(11, 12, 13)]], blocks(cpu=3)),
-    # All gone.
-    Form(
-        "cleared in all media",
-        [
-            [stored(11, medium="GPU")],
-            [stored(12, parent=11)],
-            [stored(13, parent=12, medium="STORAGE")],
-            [AllBlocksCleared()],
-        ],
-        NOTHING,
     ),
 ]
 

@@ -162,7 +162,7 @@ def laid_out(folder: Path, spoiled: str = "", **engine: Any) -> RankLayout:
     return registered(views, config, kv_cache_config)
 
 
-def spoil(what: str, views: Views, config: KVCacheConfig) -> None:
+def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
     """Change what vLLM hands over, or its own description of it."""
     placed, layers = config.kv_cache_tensors, config.kv_cache_groups[0].layer_names
     match what:
