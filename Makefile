@@ -177,8 +177,8 @@ nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, lon
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 
-nightly-vllm: $(VLLM_STAMP) $(ROUTERS_STAMP) ## what test-vllm and test-routers leave out: unusual models, more failures
-	$(VLLM)/bin/python -m pytest tests/vllm tests/routers -m nightly -o faulthandler_timeout=500 -o timeout=600
+nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more failures
+	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600
 
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
 NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm nightly-sglang check-deploy

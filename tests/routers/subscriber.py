@@ -42,11 +42,6 @@ class Subscriber:
         self.pump()
         return topic in self._sequences
 
-    def hashes(self, topic: str, medium: str) -> set[int]:
-        """Return the blocks that an engine has published of a medium, also those without tokens."""
-        self.pump()
-        return {block.hash for block in self.indexes.plain.held(topic) if block.medium == medium}
-
     def leave(self, topic: str, endpoint: str) -> None:
         """Follow an engine no more, and forget its blocks."""
         self.pump()
