@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 import msgspec
 import zmq
@@ -82,9 +81,3 @@ class Subscriber:
     def close(self) -> None:
         """Close the socket."""
         self._context.destroy(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

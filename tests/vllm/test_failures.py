@@ -22,10 +22,10 @@ from tests.vllm.support import (
     ask_found,
     chunks_of,
     compute_references,
+    core_pid,
     far_apart,
     lane_pid,
     numbers,
-    pid_of,
     prompts,
     results,
     stored_chunks,
@@ -273,8 +273,8 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
     for prompt in others:
         engine.submit(prompt)
     eventually(lambda: chunks_of(daemon).get("writing"))
-    os.kill(pid_of(engine, "VLLM::Worker", "VLLM::EngineCore"), signal.SIGKILL)
-    go_on(lane)  # an only worker may be inside the core
+    os.kill(core_pid(engine), signal.SIGKILL)
+    go_on(lane)
     eventually(lambda: not daemon.status()["engines"])
     left = eventually(
         lambda: chunks_of(daemon), lambda c: not c["writing"] + c["draining"] + c["pinned"]
