@@ -41,16 +41,12 @@ class Lender:
     Attributes:
         loans: how many are at hand; None: none, and no answer yet.
         present: keys that are found.
-        tiers: none.
         offered: keys of each offer.
-        described: descriptions of the accepted keys of each offer, where they are wanted.
-        describes: whether they are.
         changes: what the next `take_changes` returns.
         used, missed: what finished requests have used, and lookups not found, one by one.
         unstored: keys that were given up.
         hints: what was counted of them, request by request.
         prefill_seconds: the latest that was reported.
-        steps: how many have ended.
     """
 
     def __init__(self, loans: int | None) -> None:
@@ -59,7 +55,6 @@ class Lender:
         self.loans = loans
         self.present: set[bytes] = set()
         self.offered: list[tuple[bytes, ...]] = []
-        self.described: list[list[bytes] | None] = []
         self.describes = False
         self.changes_behind = False
         self.changes = Differences()
@@ -68,7 +63,6 @@ class Lender:
         self.unstored: list[bytes] = []
         self.hints: list[tuple[int, int, int]] = []
         self.prefill_seconds: float | None = None
-        self.steps = 0
 
     def lookup(self, key: bytes, *blocks: int) -> LookupResult:
         """See Scheduler."""
@@ -82,7 +76,7 @@ class Lender:
         descriptions: Callable[[int], bytes] | None = None,
     ) -> StoreTicket:
         """See Scheduler: the first keys get what there is, and are stored at once."""
-        del blocks
+        del blocks, descriptions
         self.offered.append(tuple(keys))
         answers, accepted = [], []
         for key in keys:
@@ -96,8 +90,6 @@ class Lender:
             else:
                 answers.append(StoreAnswer.FULL)
         count = len(accepted)
-        numbers = [i for i, answer in enumerate(answers) if answer is StoreAnswer.ACCEPTED]
-        self.described.append(None if descriptions is None else list(map(descriptions, numbers)))
         return StoreTicket(
             tuple(accepted), np.zeros(count, "<u4"), np.zeros(count, "<u8"), tuple(answers)
         )
@@ -136,7 +128,6 @@ class Lender:
 
     def end_step(self) -> None:
         """See Scheduler."""
-        self.steps += 1
 
     def description(self, place: ChunkLocation) -> None:
         """See Scheduler: nothing is kept."""

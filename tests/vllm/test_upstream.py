@@ -80,7 +80,7 @@ def test_what_else_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_constructor_that_is_left_out_assigns_nothing_else() -> None:
-    """OffloadingConnector's attributes are the connector's own, but for one that nobody reads."""
+    """OffloadingConnector's attributes are the connector's own, but for one that is not read."""
     steps = dis.get_instructions(OffloadingConnector.__init__)
     names = {step.argval for step in steps if step.opname == "STORE_ATTR"}
     assert names == {"_canonical_layout", "connector_scheduler", "connector_worker"}
