@@ -81,7 +81,7 @@ def test_engines_of_one_model_share_chunks(
 def test_windows_that_begin_inside_each_others_chunks_are_found(
     pair: Pair, module_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """A chunk stored from a window's edge on is a miss where all of it is needed, and then whole."""
+    """A chunk stored from a window's edge on is a miss where all of it is needed."""
     engine = pair.first
     (text,) = prompts(1, seed=3, tokens=MAX_MODEL_LEN)
     edges = [text[:length] for length in (232, 360, 488)]  # windows begin inside chunks
