@@ -200,13 +200,3 @@ def test_a_tail_is_one_block_of_its_tokens(tmp_path: Path) -> None:
         extra=(("b", 40 - 4 * BLOCK),),
         lora=None,
     )
-
-
-def test_what_vllm_does_not_place_is_not_described(tmp_path: Path) -> None:
-    """A key without a position, or of a request that is gone, has no description."""
-    described = Described(tmp_path, make_request())
-    unknown = make_offload_key(b"?" * 32, 0)
-    assert described.describer.encoded(unknown, described.context) == b""
-    other = ReqContext("other")
-    other.set_offload_key_position(unknown, BLOCK)
-    assert described.describer.encoded(unknown, other) == b""

@@ -10,21 +10,18 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
     ReqContext,
-    ScheduleEndContext,
     make_offload_key,
 )
 
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.chunks import ChunkDescriber
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
-from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import FACTOR, Engine, lend, make_layout
 from tests.vllm.configs import BLOCK, WholeChunks
 from tests.waiting import eventually
 
 SMALL_POOL = 16  # chunks
-STEP_END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 REQUEST = ReqContext("request")
 OTHER = ReqContext("other")
 
@@ -179,41 +176,3 @@ def test_what_was_not_stored_is_given_up(engine: Engine, by_a_rank: bool) -> Non
     assert counted(manager)[metrics.STORE_FAILURES] == 1
     store(manager, engine, keys[:3])
     assert metrics.STORE_FAILURES not in counted(manager)
-
-
-def test_a_pool_full_of_pins_refuses(small: Engine) -> None:
-    """Chunks that got no slot are noted, and counted when they are given up."""
-    manager = manager_of(small)
-    keys = keys_of("pinned", SMALL_POOL - 4)
-    store(manager, small, keys)
-    manager.prepare_load(keys, OTHER)
-    assert chunks(small)["pinned"] == len(keys)
-    more = keys_of("more", 8)
-    counted(manager)
-    stored = store_what_can_be(manager, more)
-    figures = counted(manager)
-    assert figures[ALLOCATION_FAILURE] >= 1
-    assert metrics.CHUNKS_REFUSED not in figures
-    left = {(0, at): more[at] for at in range(len(stored), 8)}
-    assert manager.refused == {REQUEST.req_id: left}
-    assert manager.has_pending_work()
-    manager.give_up(REQUEST.req_id, {(0, 7)})
-    assert counted(manager) == {metrics.CHUNKS_REFUSED: 1, metrics.ATTACHED: 1}
-    manager.give_up(REQUEST.req_id)
-    assert counted(manager)[metrics.CHUNKS_REFUSED] == 7 - len(stored)
-    assert not manager.has_pending_work()
-    assert counted(manager) == {metrics.ATTACHED: 1}
-
-
-def store_what_can_be(
-    manager: KvdOffloadingManager, keys: Sequence[OffloadKey]
-) -> list[OffloadKey]:
-    """Offer these, step by step, until the daemon has answered and lent nothing."""
-    stored: list[OffloadKey] = []
-    while (
-        eventually(lambda: manager.scheduler.loans, lambda loans: loans is not None) or not stored
-    ):
-        manager.refused.clear()
-        stored += manager.prepare_store(keys[len(stored) :], REQUEST).keys_to_store
-        manager.end_step()
-    return stored

@@ -228,23 +228,6 @@ def test_vllms_own_envelope_of_hints_is_read(stepping: Stepping, lender: Lender)
     assert lender.hints == [(1, 1, 0)]
 
 
-def test_the_answers_chunks_are_reported_behind_the_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """How many are the prompt's is part of the report."""
-    stepping = Stepping(tmp_path, monkeypatch, lender, extra={"offload_prompt_only": False})
-    request = stepping.add("a", 2)
-    stepping.step(a=2 * BLOCK)
-    request.append_output_token_ids(list(range(BLOCK + 1)))
-    stepping.half._req_status["a"].group_states[0].block_ids.append(9)
-    request.num_computed_tokens += BLOCK
-    stepping.finish("a")
-    keys = keys_of(stepping, "a")
-    assert len(keys) == 3
-    stepping.step()
-    assert lender.used == [(keys, 2, Label.NONE)]
-
-
 def test_a_request_is_reported_once_its_refused_chunks_have_slots(
     stepping: Stepping, lender: Lender
 ) -> None:

@@ -16,7 +16,6 @@ from vllm.v1.request import Request
 from kvd_client import NO_TIER, TIER_UNKNOWN, LookupResult, TierHealth, TierInfo
 from kvd_client.vllm import metrics
 from kvd_client.vllm.promotions import (
-    MAX_OPEN_STEPS,
     PROBE_CHUNKS,
     PROBE_SECONDS,
     SAMPLES,
@@ -196,13 +195,6 @@ def test_all_chunks_of_a_prompt_are_sought_in_one_step(engine: Engine, keys: lis
     assert engine.source("r", keys[0]) is CacheHitSource.DISK
     engine.admit("r")
     assert engine.counts() == {metrics.TIER_WAITS: 1}
-
-
-def test_chunks_behind_a_miss_are_not_sought(engine: Engine, keys: list[bytes]) -> None:
-    """They are of no use without those before them."""
-    del engine.session.held[keys[2]]
-    assert engine.ask("r") == WAITS
-    assert engine.session.sought == [keys[:2]]
 
 
 @pytest.mark.parametrize(("latency", "waits"), [(0.030, True), (0.032, False), (0.050, False)])
@@ -402,16 +394,6 @@ def test_prompts_are_measured_without_answers_and_idle_time(steps: Steps) -> Non
     assert steps.speed.seconds(2048) == 1.0
 
 
-def test_a_step_that_is_scheduled_ahead_begins_when_the_one_before_ends(steps: Steps) -> None:
-    """As with vLLM's asynchronous scheduling."""
-    steps.schedule(0, decoded=1)
-    steps.schedule(1024)
-    steps.end(0.25)
-    steps.schedule(0, decoded=2)
-    steps.end(0.5)
-    assert steps.speed.seconds(1024) == 0.5
-
-
 def test_one_slow_step_changes_nothing(steps: Steps) -> None:
     """The median of the latest ones counts, so that it follows a lasting change."""
     for seconds in (0.5, 0.5, 9.0, 0.5):
@@ -432,17 +414,3 @@ def test_small_and_large_steps_are_kept_apart(steps: Steps) -> None:
     for tokens, seconds in ((17, 0.017), (600, 0.6), (4096, 0.512), (8, 0.008)):
         assert steps.speed.seconds(tokens) == pytest.approx(seconds)
     assert steps.speed.seconds_per_token == pytest.approx(125e-6)
-
-
-def test_steps_whose_end_cannot_be_told_are_not_measured(steps: Steps) -> None:
-    """After a step without tokens, and where vLLM loses one."""
-    steps.schedule(1024)
-    steps.schedule(0)
-    steps.end(0.001)
-    steps.end(0.001)
-    assert steps.speed.seconds(1024) is None
-    for _ in range(MAX_OPEN_STEPS + 1):
-        steps.schedule(1024)
-    steps.end(1.0)
-    steps.end(1.0)
-    assert steps.speed.seconds(1024) == 1.0
