@@ -29,14 +29,12 @@ RULES = {
         "test_where_a_lock_leads_elsewhere_nothing_is_written",
     ),
     "a planted pool is not trusted": (
-        "test_a_foreign_area_is_left_alone",
-        "test_what_is_damaged_or_foreign_is_not_believed",
+        "test_a_foreign_pool_directory_is_left_alone",
+        "test_damaged_or_foreign_pool_files_are_not_used",
     ),
     "a tier's files are the daemon's": (
         "test_modes",
-        "test_a_symbolic_link",
-        "test_the_directory_of_another_user",
-        "test_a_place_where_all_may_write",
+        "test_a_directory_that_cannot_be_used_is_refused",
     ),
     "requests and jobs come over Unix sockets only": (
         "test_nothing_listens_on_the_network_where_http_is_off",
@@ -44,8 +42,8 @@ RULES = {
     ),
     "HTTP reads only, under its own host names": (
         "test_nothing_can_be_changed",
-        "test_names_of_others_are_not_answered",
-        "test_every_interface_only_when_asked_and_with_a_warning",
+        "test_a_foreign_host_header_is_refused",
+        "test_every_interface_only_on_request_and_with_a_warning",
     ),
     "a neighbour finds and loads no other model's chunks": (
         "test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes",
@@ -159,7 +157,7 @@ RULES = {
     ),
     "quota": ("test_a_cap_keeps_a_flood_out_of_the_rest_of_the_pool",),
     "descriptions": (
-        "test_what_is_too_long_is_counted_and_stored_without",
+        "test_what_is_too_long_or_finds_no_room_is_counted_and_the_store_goes_on",
         "test_a_full_filesystem_costs_descriptions_and_no_store",
     ),
     "chunks to and from a tier": (
@@ -199,7 +197,8 @@ RULES = {
     ),
     "a turn of the broker": (
         "test_a_client_that_sends_much_waits_for_one_that_sends_little",
-        "test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load",
+        "test_a_ping_is_answered_while_a_long_job_runs",
+        "test_engines_take_turns_piece_by_piece",
         "test_a_reset_is_answered_at_once_and_swept_in_pieces",
     ),
 }
@@ -213,7 +212,7 @@ HARDWARE = {
     "a driver is older than the bindings": (
         "test_a_driver_that_cannot_serve_is_named_with_the_remedy",
         "test_a_driver_that_is_older_than_the_bindings_serves_and_is_named",
-        "test_the_version_of_the_driver_is_judged",
+        "test_the_driver_and_its_version_are_judged",
     ),
     "registered memory has another address for the device": (
         "test_the_backend_keeps_the_rule",
@@ -266,7 +265,7 @@ HARDWARE = {
     ),
     "the exporter of memory dies in a copy": ("test_a_worker_killed_in_a_copy_costs_nobody_else",),
     "a driver does not close memory, or hangs in it": (
-        "test_memory_that_cannot_be_closed_does_not_end_the_lane",
+        "test_every_call_may_fail_once",
         "test_a_close_that_hangs_costs_that_lane_alone",
     ),
     "a bad handle fails with 999 or 719, with its context or without": (

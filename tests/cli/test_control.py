@@ -60,7 +60,7 @@ def serving(path: Path, serve: Serve, *, refuses: bool = False) -> Iterator[None
         yield
     finally:
         ending.set()
-        thread.join()
+        thread.join(PATIENCE)
 
 
 def pong(server: Server, client: Client, frame: bytes) -> None:
@@ -90,13 +90,6 @@ def nothing(server: Server, client: Client, frame: bytes) -> None:
     """Let the client wait."""
 
 
-def test_a_request_has_its_reply(broker_socket: Path) -> None:
-    """One request at a time, each with its own."""
-    with serving(broker_socket, pong), ToolConnection(broker_socket.parent, PATIENCE) as control:
-        for _ in range(2):
-            assert control.request(Ping()) == Pong(pid=1)
-
-
 @pytest.mark.parametrize(
     ("serve", "why"),
     [
@@ -116,14 +109,6 @@ def test_a_request_without_a_reply_names_the_cause(
         pytest.raises(NotRunning, match=why),
     ):
         control.request(Ping(), SOON if serve is nothing else None)
-
-
-def test_a_refused_tool_says_why_each_time(broker_socket: Path) -> None:
-    """The daemon's word comes before the end of its connection."""
-    with serving(broker_socket, nothing, refuses=True):
-        for _ in range(20):
-            with pytest.raises(NotRunning, match=r"refuses: not\\x1b you"):
-                ToolConnection(broker_socket.parent, PATIENCE)
 
 
 def test_an_absent_daemon_is_named_with_the_systems_reason(broker_socket: Path) -> None:

@@ -50,34 +50,6 @@ def test_every_command_has_examples_that_it_understands(path: str) -> None:
                 assert word.split("=")[0] in known, f"{line}: {name} has no {word}"
 
 
-def test_help_of_a_command_is_its_own_help() -> None:
-    """`kvd help config show` prints what `kvd config show --help` prints."""
-    run = CliRunner()
-    shown = run.invoke(cli, ["help", "config", "show"], prog_name="kvd")
-    own = run.invoke(cli, ["config", "show", "--help"], prog_name="kvd")
-    assert shown.exit_code == 0
-    assert shown.output == own.output
-
-
-def test_help_of_nothing_is_an_error() -> None:
-    """An unknown name is named."""
-    done = CliRunner().invoke(cli, ["help", "config", "x"], prog_name="kvd")
-    assert done.exit_code == 2
-    assert "No such command 'x'" in done.output
-
-
-@pytest.mark.parametrize(
-    ("wrong", "near"), [(["statsu"], "status"), (["config", "chek"], "check"), (["x"], "")]
-)
-def test_a_misspelt_command_is_answered_with_the_nearest(wrong: list[str], near: str) -> None:
-    """Where there is a near one; the exit status is that of other mistakes of usage."""
-    done = CliRunner().invoke(cli, wrong, prog_name="kvd")
-    assert done.exit_code == 2
-    assert done.stderr.rstrip().endswith(
-        f"No such command {wrong[-1]!r}." + (f" Did you mean {near!r}?" if near else "")
-    )
-
-
 @pytest.mark.parametrize("name", ["demo", "demo-sglang", "demo-vllm", "selftest"])
 def test_a_tool_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -112,11 +84,3 @@ def test_bash_completes_commands_options_and_words() -> None:
         env=os.environ | {"PATH": f"{kvd.parent}:{os.environ['PATH']}"},
     )
     assert done.stdout.splitlines() == ["status", "check", "--cpu-bytes", "lru"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script(shell: str) -> None:
-    """The scripts for zsh and fish complete the command kvd."""
-    done = CliRunner().invoke(cli, ["completion", shell])
-    assert done.exit_code == 0
-    assert f"_KVD_COMPLETE={shell}_complete" in done.output

@@ -8,12 +8,11 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
-from kvd.metrics.reading import shorten
 from kvd.report.app import Exposition
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
-from tests.report.reports import LONG_NAMES, empty_report, loaded_report
+from tests.report.reports import loaded_report
 from tests.waiting import PATIENCE, eventually
 
 EVIL = "a\x1b[2J\0\u202e"
@@ -57,29 +56,6 @@ def told(where: Path, *command: str) -> str:
     return eventually(run, lambda result: result.exit_code == 0).output
 
 
-@pytest.mark.parametrize("command", ["engines", "namespaces"])
-def test_names_are_never_cut_when_piped(daemon: Any, command: str) -> None:
-    """Another program gets every name whole, on one line, however long it is."""
-    where = daemon(LONG)
-    assert LONG in told(where, command)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_terminal_gets_short_names_or_wide_ones(
-    wide: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines, models and devices are shortened on a terminal, and whole with --wide."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "240")
-    name, device = next(iter(LONG_NAMES)) + "-0", "cuda:" + "0f" * 16
-    report = report_with(name)
-    report["engines"][0]["sessions"][1]["device"] = device
-    print_report(report, wide=wide)
-    text = capsys.readouterr().out
-    assert (name in text, device in text) == (wide, wide)
-    assert (shorten(name) in text, "cuda:0f0f0f0f " in text) == (not wide, not wide)
-
-
 @pytest.mark.parametrize("command", ["status", "engines", "namespaces", "top"])
 def test_names_are_whole_with_wide(daemon: Any, command: str) -> None:
     """Each command that shows names takes --wide."""
@@ -110,36 +86,6 @@ def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     text = Exposition(report, 0.0).encode("")[0].decode()
     assert SHOWN.replace("\\", "\\\\") in text
     assert not set("\x1b\0\u202e") & set(text)
-
-
-def test_a_report_of_a_loaded_daemon(capsys: pytest.CaptureFixture[str]) -> None:
-    """Engines, models, lanes, the pool's use, hit rate, tiers' time and refusals appear."""
-    report = loaded_report(60.0)
-    report["counters"] |= {"lookup_tokens": 2000, "hit_tokens": 500, "full": 17}
-    print_report(report)
-    text = capsys.readouterr().out
-    for part in (
-        "25 % of prompt tokens, 75 % of keys looked up",
-        "Pool: 39 GiB ready, 23 GiB free of 64 GiB",
-        "3,000: 60 % never seen, 20 % evicted (median 5 min 30 s before), 12 % being stored",
-        "up 3 d",
-        "17 full",
-        "host",
-        "ready",
-        report["engines"][0]["name"],
-    ):
-        assert part in text
-
-
-def test_a_pool_that_is_being_pinned(capsys: pytest.CaptureFixture[str]) -> None:
-    """The check that is not ok says how far it is and how long it takes."""
-    report = empty_report()
-    report["ready"] = False
-    report["checks"][0] |= {"ok": False, "text": "pinned (40 %, about 1 min 15 s left)"}
-    print_report(report)
-    text = capsys.readouterr().out
-    for part in ("not ready", "not ok", "(40 %, about 1 min 15 s left)"):
-        assert part in text
 
 
 def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
-"""The image and the compose file, as far as that goes without an engine; see docker/check.sh."""
+"""The image, its probe and the compose files; with an engine see docker/check.sh."""
 
 import re
+import subprocess
 import sys
 from math import ceil
 from pathlib import Path
@@ -12,7 +13,10 @@ import yaml
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.values import parse_tiers
 from kvd.tier.contract import check_tiers
+from tests.conftest import Daemon
+from tests.daemon.serving import run_kvd
 from tests.deploy.places import ROOT, run, stop_seconds
+from tests.waiting import eventually
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -27,7 +31,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile", "mooncake.Dockerfile"])
-def test_hadolint_has_nothing_to_say(name: str) -> None:
+def test_hadolint_accepts_the_dockerfiles(name: str) -> None:
     """No rule of hadolint is broken, and none is switched off."""
     hadolint = str(Path(sys.executable).parent / "hadolint")
     done = run(hadolint, "--no-color", str(DOCKER / name))
@@ -45,7 +49,7 @@ def test_the_compose_files_follow_the_schema(tmp_path: Path) -> None:
     assert run(*check, str(wrong)).returncode == 1
 
 
-def test_nobody_is_privileged(services: dict[str, dict[str, Any]]) -> None:
+def test_no_service_is_privileged(services: dict[str, dict[str, Any]]) -> None:
     """No service gets more than it needs, and nothing of the host's is shared."""
     for name, service in services.items():
         assert "privileged" not in service, name
@@ -60,15 +64,6 @@ def test_nobody_is_privileged(services: dict[str, dict[str, Any]]) -> None:
         assert services[name]["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_engine_shares_only_the_runtime_directory(services: dict[str, dict[str, Any]]) -> None:
-    """One volume is common to both, the engine's read-only, and it is where kvd's sockets are."""
-    kvd = {volume.split(":")[0]: volume for volume in services["kvd"]["volumes"]}
-    vllm = {volume.split(":")[0]: volume for volume in services["vllm"]["volumes"]}
-    assert set(kvd) & set(vllm) == {"runtime"}
-    assert vllm["runtime"] == f"runtime:{Settings().runtime_dir}:ro"
-    assert "KVD_RUNTIME_DIR=" + Settings().runtime_dir in DOCKERFILE
-
-
 def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
     """The default of shm_size is above that of the pool, and a stop has time to unpin it."""
     kvd = services["kvd"]
@@ -79,12 +74,6 @@ def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
     assert grace >= stop_seconds(int(pool))
     told = re.findall(r"(\d+) s\s+(?:# )?here, (\d+) s for 1 TiB", COMPOSE)
     assert told == [(str(ceil(stop_seconds(int(pool)))), str(ceil(stop_seconds(1024))))]
-
-
-def test_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
-    """Every KVD_ variable in image and compose file is one that kvd reads."""
-    names = set(re.findall(r"KVD_[A-Z_]+(?==)", DOCKERFILE)) | set(services["kvd"]["environment"])
-    assert names <= {known.variable for known in SETTINGS.values()}
 
 
 def test_a_mooncake_cluster_is_closed_to_others() -> None:
@@ -115,4 +104,34 @@ def test_the_user_of_the_image_is_one_number_everywhere(
     assert f"--gid {group} kvd" in DOCKERFILE
     assert f"--uid {user} " in DOCKERFILE
     assert services["vllm"]["group_add"] == [group]
-    assert int(user) != 0
+    runtime_dir = Settings().runtime_dir
+    assert f"runtime:{runtime_dir}:ro" in services["vllm"]["volumes"]
+    assert "KVD_RUNTIME_DIR=" + runtime_dir in DOCKERFILE
+
+
+def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a container's engine would."""
+    command = (sys.executable, "-m", "kvd.report.probe", *path)
+    return run(*command, KVD_RUNTIME_DIR=str(runtime_dir))
+
+
+def test_probes_follow_readiness_and_life(daemon: Daemon) -> None:
+    """Ready: both pass, /readyz by default. Drained: that fails with the reason, /livez passes."""
+
+    def passes(*path: str) -> None:  # HTTP may not have started yet
+        done = eventually(lambda: probe(daemon.runtime_dir, *path), lambda it: not it.returncode)
+        assert (done.stdout, done.stderr) == ("ok\n", "")
+
+    passes()
+    passes("/livez")
+    assert run_kvd("drain", "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
+    done = eventually(lambda: probe(daemon.runtime_dir), lambda done: "drain" in done.stdout)
+    assert done.returncode == 1
+    passes("/livez")
+
+
+def test_no_daemon_fails_with_a_hint(tmp_path: Path) -> None:
+    """Nobody at the socket: exit status 1, and the path."""
+    done = probe(tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path}/http.sock" in done.stderr

@@ -49,14 +49,10 @@ def expressions() -> list[str]:
     return [*(rule["expr"] for rule in RULES), *dashboard_queries()]
 
 
-def test_promtool_takes_rules_and_scrape_configuration() -> None:
-    """Rules and the sample configuration are valid."""
+def test_promtool_takes_rules_queries_and_scrape_configuration(tmp_path: Path) -> None:
+    """Rules, the sample configuration and every query of the dashboard are valid."""
     promtool("check", "rules", "kvd.rules.yml")
     promtool("check", "config", "scrape.yml")
-
-
-def test_the_dashboard_speaks_promql(tmp_path: Path) -> None:
-    """Every query of the dashboard parses."""
     rules = [
         {"record": f"dashboard:query{number}", "expr": query}
         for number, query in enumerate(dashboard_queries())
@@ -68,15 +64,10 @@ def test_the_dashboard_speaks_promql(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    """The unit tests of the rules pass."""
+    """The unit tests of the rules pass, and no alert is without one that makes it fire."""
     promtool("test", "rules", "kvd.rules.test.yml")
-
-
-def test_every_alert_has_a_test_that_makes_it_fire() -> None:
-    """No alert is without a case."""
     tests = (PROMETHEUS / "kvd.rules.test.yml").read_text()
-    fired = set(re.findall(r'alertname="(\w+)"', tests))
-    assert fired == {rule["alert"] for rule in ALERTS}
+    assert set(re.findall(r'alertname="(\w+)"', tests)) == {rule["alert"] for rule in ALERTS}
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
@@ -136,20 +127,3 @@ def test_the_dashboard_is_what_its_generator_writes() -> None:
     generate: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert generate.text() == (GRAFANA / "kvd.json").read_text()
-
-
-def test_panels_do_not_overlap_and_explain_themselves() -> None:
-    """Each lies within the grid, on no other, with a title and a sentence."""
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        assert max(x for x, _ in cells) < 24
-        assert panel["title"]
-        assert panel["type"] == "row" or panel["description"]

@@ -50,7 +50,7 @@ def test_the_wheels_install_without_an_index_and_run(wheels: list[Path], tmp_pat
     assert run(kvd, "--version", where=tmp_path).stdout.strip() == f"kvd, version {VERSION}"
     assert "--world-size" in run(kvd, "demo", "--help", where=tmp_path).stdout
     code = "import kvd, kvd_client, kvd_proto, kvd_tools, kvd_vllm_plugin as p; print(p.__file__)"
-    assert run(python, "-c", code, where=tmp_path).stdout.startswith(str(site))
+    assert run(python, "-c", code, where=tmp_path, PYTHONPATH="").stdout.startswith(str(site))
 
 
 def test_no_instruction_installs_by_name() -> None:

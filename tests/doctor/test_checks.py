@@ -85,21 +85,6 @@ def test_a_healthy_machine_has_nothing_but_ok() -> None:
 TWO_NODES = {"node0": 128 * GIB, "node1": 32 * GIB}
 
 
-@pytest.mark.parametrize(
-    ("near", "says"),
-    [
-        (("node0",), "the GPUs sit at node0, where the pool is put"),
-        (("node1", "node0", "node0"), "GPUs sit at node0 and node1, each with its part of the"),
-    ],
-)
-def test_the_nodes_of_the_gpus_are_named(near: tuple[str, ...], says: str) -> None:
-    """A pool that fits the nodes of its GPUs is well, and where it is put is said."""
-    found = examine(machine(nodes=TWO_NODES, gpu_nodes=near))
-    (numa,) = (finding for finding in found if finding.name == "NUMA")
-    assert numa.level is Level.OK
-    assert says in numa.text
-
-
 def pool(**changes: Any) -> dict[str, Any]:
     """Another directory for the pool."""
     return {"pool": replace(POOL, **changes)}
@@ -149,17 +134,6 @@ def store(**given: str) -> dict[str, Any]:
     return {"tiers": [TierFacts(setting=setting, store=found)]}
 
 
-def test_a_tier_that_is_well_is_told_with_its_figures() -> None:
-    """Mount, device, room and speed of a disk; package and master of a store."""
-    found = {each.name: each for each in examine(machine(**disk()))}["tier"]
-    assert found.level is Level.OK
-    for word in ("xfs at /var/lib/kvd of /dev/nvme0n1p1 (nvme0n1, NVMe)", "900 GiB of 1000 GiB"):
-        assert word in found.text
-    assert "write 3.1 GB/s and read 2.3 GB/s" in found.text
-    found = {each.name: each for each in examine(machine(**store()))}["tier"]
-    assert (found.level, "takes connections" in found.text) == (Level.OK, True)
-
-
 TOTAL, PINLESS = 256 * GIB, 131 * GIB // 2  # a pool of 64 GiB would fit, if it were not pinned
 AUTO = Settings(runtime_dir="/run/kvd", reserve="100TiB")
 DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
@@ -170,10 +144,17 @@ REPORT = {
     "conditions": [DOWN],
     "namespaces": [{"model": "llama", "advice": None}],
 }
+FULL = MachineMemory(256 * GIB, GIB)
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
     ("memory", Level.FAIL, "58GiB or less", {"memory": MachineMemory(256 * GIB, 60 * GIB)}),
     ("memory", Level.FAIL, "768 MiB for pinning it", {"memory": MachineMemory(TOTAL, PINLESS)}),
+    (
+        "memory",
+        Level.FAIL,
+        "768 MiB for pinning it",
+        shm(**HUGE, free_bytes=65 * GIB) | {"memory": FULL},
+    ),
     ("memory", Level.WARN, "2 GiB", {"memory": MachineMemory(256 * GIB, 133 * GIB // 2)}),
     ("memory", Level.WARN, "reserve = 100 TiB leaves nothing", {"settings": AUTO}),
     ("processes", Level.FAIL, "PYTHON=", {"child_problem": "Permission denied"}),
@@ -226,16 +207,6 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
 ]
 
 
-def test_a_running_daemon_says_what_more_memory_would_bring() -> None:
-    """Its advice is told for each model that has one, and is no fault."""
-    advice = "Buy memory: +64 GiB would save 410 prefill seconds an hour."
-    namespaces = [{"model": "llama", "advice": advice}, {"model": "new", "advice": None}]
-    report = REPORT | {"conditions": [], "namespaces": namespaces}
-    found = [f for f in examine(machine(**runtime(holder=7, report=report))) if f.name == "daemon"]
-    assert [finding.level for finding in found] == [Level.OK, Level.OK]
-    assert found[1].text == f"llama: {advice}"
-
-
 @pytest.mark.parametrize(("name", "level", "says", "broken"), BROKEN)
 def test_each_fault_is_named_with_its_remedy(
     name: str, level: Level, says: str, broken: dict[str, Any]
@@ -264,24 +235,6 @@ def test_a_fact_that_cannot_be_had_is_a_finding(fact: str, monkeypatch: pytest.M
     assert {f.name for f in examine(facts)} >= CHECKS.keys() - QUIET - {"GPU driver"}
 
 
-def test_a_check_that_fails_is_a_finding() -> None:
-    """A kernel whose version nobody can read ends no doctor."""
-    (found,) = of(machine(kernel="custom"), "machine")
-    assert "this check failed: ValueError" in found.text
-
-
-def test_missing_huge_pages_are_one_finding() -> None:
-    """The mount is not to be enlarged: the pages are to be set aside, and how many is said."""
-    findings = examine(machine(**shm(**HUGE, total_bytes=0, free_bytes=0)))
-    (found,) = (finding for finding in findings if finding.level is not Level.OK)
-    assert found.name == "huge pages"
-    assert "hugepages-2048kB/nr_hugepages" in found.remedy
-    assert "remount" not in found.remedy
-
-
-FULL = MachineMemory(256 * GIB, GIB)
-
-
 @pytest.mark.parametrize(
     "fine",
     [
@@ -306,27 +259,3 @@ FULL = MachineMemory(256 * GIB, GIB)
 def test_a_full_machine_may_be_fine(fine: dict[str, Any]) -> None:
     """What a daemon has taken or left is not missed, and without a size there is none to judge."""
     assert {finding.level for finding in examine(machine(**fine))} == {Level.OK}
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, "all of it takes 768 MiB of kernel memory and 128 MiB of its GPU's, beside 528 MiB"),
-        ({"settings": Settings(runtime_dir="/run/kvd")}, "a GiB of it takes 12 MiB of kernel"),
-        ({"pinned": False}, ""),
-    ],
-    ids=["64 GiB", "auto", "no GPU"],
-)
-def test_what_pinning_costs_is_said(changes: dict[str, Any], says: str) -> None:
-    """The memory's line has the costs of the machine and of each GPU, where GPUs are here."""
-    (memory,) = (found for found in examine(machine(**changes)) if found.name == "memory")
-    assert memory.level is Level.OK
-    assert says in memory.text
-    assert bool(says) == ("kernel memory" in memory.text)
-
-
-def test_huge_pages_do_not_hold_what_pinning_takes() -> None:
-    """A pool in huge pages takes none of the machine's memory until it is pinned."""
-    (found,) = of(machine(**shm(**HUGE, free_bytes=65 * GIB), memory=FULL), "memory")
-    assert found.level is Level.FAIL
-    assert "768 MiB for pinning it" in found.text

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,14 +18,22 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.config.settings import Settings
-from kvd.doctor import Level
+from kvd.config.values import parse_tier
+from kvd.doctor import Level, probes
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
+from kvd.doctor.probes import (
+    DiskFacts,
+    TierFacts,
+    probe_store,
+    probe_tier,
+)
 from tests.daemon.serving import StartDaemon
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.fakecuda.harness import FakeCuda
 from tests.processes import frozen
-from tests.waiting import eventually
+from tests.slowfs import slow_filesystem
+from tests.waiting import PATIENCE, eventually
 
 LEVELS = ["ok", "warn", "fail"]
 
@@ -82,57 +91,29 @@ def lower() -> None:
 
 @pytest.mark.fakecuda
 @pytest.mark.parametrize(
-    ("mode", "mps", "level", "says"),
+    ("switches", "name", "level", "says"),
     [
-        (0, 0, "ok", "shares memory by IPC handles"),
-        (3, 0, "fail", "EXCLUSIVE_PROCESS"),
-        (3, 1, "ok", "shares memory by IPC handles"),
-        (2, 0, "fail", "PROHIBITED"),
+        ({"COMPUTE_MODE": 3}, "GPU", "fail", "EXCLUSIVE_PROCESS"),
+        ({"COMPUTE_MODE": 3, "MPS": 1}, "GPU", "ok", "shares memory by IPC handles"),
+        ({"FAIL": "cuInit:1:999"}, "GPU", "fail", "CUDA_ERROR_UNKNOWN"),
+        ({"DRIVER_VERSION": 11080}, "GPU", "fail", "the driver is for CUDA 11.8"),
+        ({"DRIVER_VERSION": 12040}, "GPU driver", "warn", "CUDA 12.4"),
     ],
-    ids=["default", "exclusive", "exclusive with MPS", "prohibited"],
+    ids=["exclusive", "exclusive with MPS", "does not start", "too old", "old"],
 )
-def test_a_gpu_that_lets_one_process_in_fails(
-    tmp_path: Path, fakecuda: FakeCuda, mode: int, mps: int, level: str, says: str
+def test_the_driver_and_its_version_are_judged(
+    tmp_path: Path,
+    fakecuda: FakeCuda,
+    switches: dict[str, object],
+    name: str,
+    level: str,
+    says: str,
 ) -> None:
-    """The compute mode is read without a context; a low limit of locked memory does no harm."""
-    env = fakecuda.environment(COMPUTE_MODE=mode, MPS=mps)
+    """Without a context, as a lane would find it; a low limit of locked memory does no harm."""
+    env = fakecuda.environment(**switches)
     status, found = doctor(*quiet(tmp_path), before=lower, env=env)
-    assert (found["GPU"]["level"], status) == (level, int(level == "fail"))
-    assert says in found["GPU"]["text"]
-
-
-@pytest.mark.fakecuda
-def test_a_driver_that_does_not_start_is_a_finding(tmp_path: Path, fakecuda: FakeCuda) -> None:
-    """An error of the driver is quoted; the doctor itself goes on."""
-    status, found = doctor(*quiet(tmp_path), env=fakecuda.environment(FAIL="cuInit:1:999"))
-    assert (status, found["GPU"]["level"]) == (1, "fail")
-    assert "CUDA_ERROR_UNKNOWN" in found["GPU"]["text"]
-
-
-@pytest.mark.fakecuda
-@pytest.mark.parametrize(
-    ("version", "name", "level", "text"),
-    [
-        (11080, "GPU", "fail", "the driver is for CUDA 11.8"),
-        (12040, "GPU driver", "warn", "CUDA 12.4"),
-        (12080, "GPU driver", "ok", "CUDA 12.8"),
-    ],
-)
-def test_the_version_of_the_driver_is_judged(
-    tmp_path: Path, fakecuda: FakeCuda, version: int, name: str, level: str, text: str
-) -> None:
-    """Too old to serve, old enough to be slow, or good: as a lane would find it."""
-    _, found = doctor(*quiet(tmp_path), env=fakecuda.environment(DRIVER_VERSION=version))
-    assert found[name]["level"] == level
-    assert text in found[name]["text"]
-
-
-def test_a_port_in_use_is_found(tmp_path: Path) -> None:
-    """An address that somebody else listens on is named before the daemon fails on it."""
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        listen = f"127.0.0.1:{holder.getsockname()[1]}"
-        settings = Settings(http_listen=listen, runtime_dir=str(tmp_path))
-        assert listen in Facts(settings).port_problem
+    assert (found[name]["level"], status) == (level, int(level == "fail"))
+    assert says in found[name]["text"]
 
 
 def test_a_running_daemon_is_seen_with_its_own_limits(
@@ -208,3 +189,66 @@ def test_no_doctor_ends_in_a_traceback(
     assert "PYTHON=" in found["processes"]["remedy"]
     assert {"GPU", "daemon", "pool directory"} <= found.keys()
     assert found["HTTP"]["level"] == "ok"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes long to start is not taken for a disk that hangs."""
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", PATIENCE)
+
+
+def disk_of(facts: TierFacts) -> DiskFacts:
+    """What was found of a disk."""
+    assert facts.disk is not None
+    return facts.disk
+
+
+def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> None:
+    """Mount, room and speed are those of the directory's file system, and no file is left."""
+    facts = probe_tier(f"disk:{tmp_path}/tier,size=1GiB")
+    assert (facts.problem, facts.hung) == ("", "")
+    found, room = disk_of(facts), os.statvfs(tmp_path)
+    assert found.size == room.f_blocks * room.f_frsize
+    assert tmp_path.is_relative_to(found.mounted_at)
+    assert (found.exists, found.writable, found.held) == (False, True, 0)
+    if found.direct:
+        assert found.written
+        assert found.read
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_does_not_hang_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that never answers is named by its mount, and by what was asked of it."""
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", 1.0)
+    with slow_filesystem(tmp_path / "slow") as slow:
+
+        def look() -> TierFacts:
+            monkeypatch.setattr(probes, "PATIENCE_SECONDS", 2 * probes.PATIENCE_SECONDS)
+            return probe_tier(f"disk:{slow.file},size=1GiB")
+
+        facts = eventually(look, lambda facts: disk_of(facts).filesystem)
+        assert facts.hung == f"looking at {slow.file}"
+        assert disk_of(facts).mounted_at == str(slow.file.parent)
+        assert disk_of(facts).filesystem == "fuse"
+    ends = {process.wait(PATIENCE) for process in probes.abandoned}  # they end with the mount
+    probes.abandoned.clear()
+    assert ends == {-signal.SIGKILL}
+
+
+def test_a_master_that_answers_and_one_that_does_not() -> None:
+    """A shared store's master is connected to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        master = f"127.0.0.1:{listener.getsockname()[1]}"
+        found = list(probe_store(parse_tier(f"mooncake:master={master}")))
+        assert not any("refused" in each for each in found)
+    found = list(probe_store(parse_tier(f"mooncake:master={master}")))
+    assert any("refused" in each for each in found)
+
+
+def test_what_is_written_wrongly_is_a_finding() -> None:
+    """A backend's own check has its say, and nothing is looked at."""
+    facts = probe_tier("disk:relative,size=1GiB")
+    assert "absolute" in facts.problem
+    assert facts.disk is None

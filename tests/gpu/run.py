@@ -132,7 +132,7 @@ def _run(
                 process.wait(LAST_WORDS_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(LAST_WORDS_SECONDS)
 
 
 if __name__ == "__main__":

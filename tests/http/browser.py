@@ -124,6 +124,12 @@ class Tab:
             " : setTimeout(look, 50); look(); })"
         )
 
+    def resize(self, width: int, scheme: str = "light") -> None:
+        """Give the window this width and the page this colour scheme; nothing scrolls sideways."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.until(f"document.documentElement.scrollWidth <= {width}")
+
     def text(self, selector: str) -> str:
         """What a reader reads there."""
         return " ".join(self.page.inner_text(selector).split())
@@ -134,4 +140,7 @@ class Tab:
 
 
 OpenTab = Callable[..., Tab]
-"""Opens the page of a daemon or of a port, in a window of a size and with other looks."""
+"""Opens the page of a daemon or of a port, in a window of a size."""
+
+Show = Callable[..., Tab]
+"""Opens the page of a broker with this report, in a window of a width."""

@@ -42,13 +42,13 @@ class Asked(BrokerClient):
 
 
 @contextmanager
-def served(status: dict[str, Any]) -> Iterator[tuple[Asked, int]]:
+def served(status: dict[str, Any], port: int = 0) -> Iterator[tuple[Asked, int]]:
     """What asks a broker that gives this report, over HTTP on a port: both."""
     asked = Asked(status)
     asked.answers.set()
     config = uvicorn.Config(App(asked).guarded("127.0.0.1"), log_config=None, lifespan="off")
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", port)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import httpx
 import pytest
 
 from kvd.config.values import ListenAddress, parse_listen
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, NotRunning
 from kvd.report.app import App
+from kvd.report.broker_client import FIELDS, Samples
 from kvd.wire.listener import bind_tcp
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import PATIENT, SECONDS, Asked, over_tcp, over_unix, port_of, report_of
@@ -67,23 +69,20 @@ def test_verbose_probes_list_their_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "headers"), [("?format=json", {}), ("", {"accept": "application/json"})]
+    ("path", "status", "words"),
+    [
+        *((f"/livez?timeout={text}", 400, "at most 30") for text in ("never", "0", "nan", "31")),
+        *((path, 404, PATHS) for path in ("/nothing", "/livez/", "/static/%2e%2e/app.py")),
+        ("/livez?format=json", 200, '"checks":'),
+    ],
 )
-def test_probes_speak_json_on_request(query: str, headers: dict[str, Any]) -> None:
-    """The same checks for programs, by query or by Accept."""
-    answer = ask(f"/livez{query}", **headers)
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
-    assert (body["probe"], body["ok"]) == ("livez", True)
-    assert [check["name"] for check in body["checks"]] == ["broker"]
-
-
-@pytest.mark.parametrize("text", ["never", "0", "-1", "nan", "31"])
-def test_a_deadline_that_makes_no_sense_is_refused(text: str) -> None:
-    """?timeout= takes seconds within bounds."""
-    answer = ask(f"/livez?timeout={text}")
-    assert answer.status_code == 400
-    assert "at most 30" in answer.text
+def test_a_bad_deadline_or_path_is_refused_with_what_is_possible(
+    path: str, status: int, words: str
+) -> None:
+    """A deadline out of bounds is 400, an unknown path 404 with those that the docs explain."""
+    answer = ask(path)
+    assert (answer.status_code, words in answer.text) == (status, True)
+    assert all(f"`{each}`" in DOCS for each in PATHS.split(", "))
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
@@ -100,16 +99,6 @@ def test_head_is_answered_without_a_body(path: str) -> None:
     """HEAD is reading too, on every path."""
     answer = ask(path, "HEAD")
     assert (answer.status_code, answer.content) == (200, b"")
-
-
-@pytest.mark.parametrize(
-    "path", ["/nothing", "/livez/", "/static/../app.py", "/static/%2e%2e/app.py"]
-)
-def test_unknown_paths_are_told_what_there_is(path: str) -> None:
-    """404 in one sentence, with the paths, which the docs explain."""
-    answer = ask(path)
-    assert (answer.status_code, PATHS in answer.text) == (404, True)
-    assert all(f"`{each}`" in DOCS for each in PATHS.split(", "))
 
 
 @pytest.mark.parametrize("path", ["/livez", "/status", "/nothing"])
@@ -133,7 +122,7 @@ def test_every_answer_keeps_other_sites_out(path: str) -> None:
         ("[::1]:9330", 200),
     ],
 )
-def test_names_of_others_are_not_answered(host: str, status: int) -> None:
+def test_a_foreign_host_header_is_refused(host: str, status: int) -> None:
     """A Host header that is not ours (DNS rebinding) is refused over TCP."""
     assert ask("/livez", host=host).status_code == status
 
@@ -183,7 +172,7 @@ def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
     assert children_running(daemon.process.pid, "kvd.report")
 
 
-def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:
+def test_a_port_in_use_is_an_error_before_the_pool_is_allocated(start_daemon: StartDaemon) -> None:
     """The error names the setting, the address and the remedy; no pool has been made.
 
     The exit status is not that of a wrong setting: the port may be free soon.
@@ -202,20 +191,10 @@ def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon
 @pytest.mark.parametrize(
     "text", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "h:65536", "h:-1", "h:1_0", ":9", ""]
 )
-def test_what_is_no_address_is_told_what_one_is(text: str) -> None:
-    """The refusal gives examples."""
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    """The refusal gives examples; an address that is not this machine's is named."""
     with pytest.raises(ConfigError, match=r"such as 127\.0\.0\.1:9330"):
         parse_listen(text)
-
-
-@pytest.mark.parametrize("text", ["127.0.0.1:9330", "[::1]:0", "localhost:80"])
-def test_addresses_read_as_they_are_written(text: str) -> None:
-    """Parsing and printing are inverse."""
-    assert str(parse_listen(text)) == text
-
-
-def test_a_foreign_address_is_refused() -> None:
-    """An address that this machine does not have says so."""
     with pytest.raises(ConfigError, match=r"http_listen = 192\.0\.2\.1:9330"):
         bind_tcp(ListenAddress("192.0.2.1", 9330))
 
@@ -224,7 +203,7 @@ def test_a_foreign_address_is_refused() -> None:
     ("host", "own"),
     [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")],  # noqa: S104  # what the test is about
 )
-def test_every_interface_only_when_asked_and_with_a_warning(
+def test_every_interface_only_on_request_and_with_a_warning(
     start_daemon: StartDaemon, host: str, own: str
 ) -> None:
     """It works, answers to addresses in figures, and is warned about; IPv6 as good as IPv4."""
@@ -237,3 +216,64 @@ def test_every_interface_only_when_asked_and_with_a_warning(
     for name, status in (("10.1.2.3", 200), ("evil.example", 400)):
         answer = httpx.get(url, headers={"host": name}, timeout=SECONDS, trust_env=False)
         assert answer.status_code == status
+
+
+# ------------------------------------------------- what the broker is asked
+
+
+@pytest.fixture
+def silent() -> Iterator[Asked]:
+    """A client of a broker that stands still."""
+    made = Asked({"ready": True})
+    yield made
+    made.answers.set()  # or its thread would never end
+
+
+def test_many_clients_share_one_question(silent: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty who ask at once cost the broker one report, and those soon after none."""
+    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 3600.0)
+    silent.answers.set()
+
+    async def ask() -> None:
+        await asyncio.gather(*(silent.report(PATIENCE) for _ in range(50)))
+        await silent.report(PATIENCE)
+
+    asyncio.run(ask())
+    assert len(silent.asked) == 1
+
+
+def test_a_silent_broker_is_not_buried_in_questions(silent: Asked) -> None:
+    """However many ask and give up meanwhile, it finds one request when it comes back."""
+
+    async def ask() -> None:
+        for _ in range(30):
+            with pytest.raises(NotRunning, match="has not answered Ping"):
+                await silent.ping(0.002)
+        silent.answers.set()
+        await silent.ping(PATIENCE)
+
+    asyncio.run(ask())
+    assert len(silent.asked) <= 2
+
+
+def test_a_silent_broker_leaves_a_hole_in_the_history(
+    silent: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are taken while it answers, and again when it is back."""
+    monkeypatch.setattr("kvd.report.broker_client.PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.report.broker_client._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 0.0)
+    silent.status = loaded_report()
+    samples = Samples()
+
+    async def silent_then_back() -> None:
+        recording = asyncio.create_task(samples.record(silent))
+        with pytest.raises(NotRunning):
+            await silent.report(0.1)
+        assert samples.history() == {"fields": FIELDS, "samples": [], "report": None}
+        silent.answers.set()
+        while not samples.history()["samples"]:
+            await silent.report(PATIENCE)
+        recording.cancel()
+
+    asyncio.run(asyncio.wait_for(silent_then_back(), PATIENCE))

@@ -1,8 +1,6 @@
 """The page's cards on memory: what more of it would bring, and why chunks are missed."""
 
 import os
-from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,15 @@ from kvd.metrics.reading import NOTHING
 from kvd.metrics.schema import ForecastStatus
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon
-from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Tab
-from tests.http.serving import Asked, over_unix, report_of, served
+from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Show, Tab
+from tests.http.serving import Asked, over_unix, report_of
 from tests.report.reports import LONG_NAMES, STEEP, forecast, loaded_report
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
 PICTURE = os.environ.get("KVD_FORECAST_PICTURE")  # where to keep a picture of the card
-NUMBER = "document.getElementById('identity').textContent.match(/process (\\d+)/)?.[1]"
-PIDS = count(1)
-Show = Callable[..., Tab]
+TOTAL = "document.getElementById('misses-total').textContent"
 CELLS = """[...document.querySelectorAll('#{} tbody tr')].map((row) =>
   [...row.cells].map((cell) => cell.innerText.replace(/\\s+/g, ' ').trim()))"""
 CUT_OFF = """[...document.querySelectorAll("#forecast *, #misses *")].filter((node) =>
@@ -32,78 +28,40 @@ CUT_OFF = """[...document.querySelectorAll("#forecast *, #misses *")].filter((no
   && getComputedStyle(node).display !== "inline").map((node) => node.outerHTML.slice(0, 80))"""
 
 
-def advised(*hit_ratios: float, **given: Any) -> dict[str, Any]:
-    """`forecast` and `advice` of a namespace."""
-    told = forecast(*hit_ratios, **given)
-    return {"forecast": told, "advice": advice(msgspec.convert(told, ForecastStatus))}
-
-
-def made_up(*of_namespaces: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
-    """A report whose namespaces have these fields; its pid tells it from others."""
-    report = loaded_report(seconds) | {"pid": next(PIDS)}
-    for namespace in report["namespaces"]:
-        namespace.update({"forecast": None, "advice": None})
-    for namespace, fields in zip(report["namespaces"], of_namespaces, strict=False):
-        namespace.update(fields)
+def made_up(*of_namespaces: dict[str, Any] | None, seconds: float = 60.0) -> dict[str, Any]:
+    """A report whose namespaces have these forecasts, with the advice that follows."""
+    report = loaded_report(seconds)
+    told = (*of_namespaces, None, None)
+    for namespace, each in zip(report["namespaces"], told, strict=False):
+        namespace["forecast"] = each
+        namespace["advice"] = each and advice(msgspec.convert(each, ForecastStatus))
     report["counters"]["detached_tokens"] = 3200
     return report
 
 
-@pytest.fixture(scope="module")
-def broker() -> Iterator[tuple[Asked, int]]:
-    """A broker whose report is made up, and the port of its page."""
-    with served(made_up()) as found:
-        yield found
+def test_the_card_says_what_more_memory_would_bring(show: Show) -> None:
+    """For each model hits and prefill time for each size of the pool, and the advice.
 
-
-@pytest.fixture
-def show(tab: OpenTab, broker: tuple[Asked, int]) -> Show:
-    """Opens the page of a broker that gives this report, in a window so wide."""
-    asked, port = broker
-
-    def open_page(report: dict[str, Any], width: int = 1280) -> Tab:
-        # The first report of a new page may be the one before, which has the same time.
-        asked.status = report | {"boot_id": f"{report['pid']:032x}"}
-        page = tab(port, {"width": width, "height": 900})
-        page.until(f"{NUMBER} === '{report['pid']}'")
-        return page
-
-    return open_page
-
-
-def test_a_glance_says_what_more_memory_would_bring(show: Show) -> None:
-    """Hits and prefill time for each size of the pool, and the advice with its reason."""
-    page = show(made_up(advised(*STEEP)))
+    Where no rate is known no seconds are made up, and before requests have finished no figure.
+    """
+    page = show(made_up())
+    assert page.text("#forecast").startswith("What would more memory bring Nothing is known yet")
+    assert "%" not in page.text("#forecast")
+    other = forecast(*STEEP[::-1])
+    for line in other["sizes"]:
+        line["prefill_seconds_per_hour"] = None
+    page = show(made_up(forecast(*STEEP), other))
     assert page.text("#forecast-advice").startswith("Buy memory: +64 GiB would save 410 prefill")
     table = page.ask(CELLS.format("forecast-table"))
     assert table[0] == ["\N{MINUS SIGN}50 % 32 GiB", "18 %", "1,640"]
     assert table[2] == ["now 64 GiB", "28 %", "1,440"]
     assert table[-1] == ["without limit", "58 %", "840"]
-    assert len(table) == 8
     assert "By 12,031 requests: 38 % of the prompts' chunks" in page.text("#forecast-note")
     bars = "[...document.querySelectorAll('#forecast .fill')].map((r) => r.getAttribute('width'))"
     assert page.ask(bars)[2] == "28.0"
-    assert page.complaints == []
-
-
-def test_each_model_has_a_forecast_of_its_own(show: Show) -> None:
-    """With several models one is chosen; where no rate is known, no seconds are made up."""
-    other = advised(*STEEP[::-1])
-    for line in other["forecast"]["sizes"]:
-        line["prefill_seconds_per_hour"] = None
-    page = show(made_up(advised(*STEEP), other))
-    options = "[...document.querySelectorAll('#forecast-model option')].map((o) => o.textContent)"
-    assert page.ask(options) == ["llama-3-70b", "qwen-2.5-7b"]
     page.page.select_option("#forecast-model", label="qwen-2.5-7b")
     assert page.ask(CELLS.format("forecast-table"))[0][1:] == ["58 %", NOTHING]
-
-
-def test_without_a_forecast_the_card_says_what_it_waits_for(show: Show) -> None:
-    """No table, no choice and no figure before requests have finished."""
-    page = show(made_up())
-    title = "What would more memory bring"
-    assert page.text("#forecast").startswith(f"{title} Nothing is known yet")
-    assert "%" not in page.text("#forecast")
+    assert page.complaints == []
 
 
 def test_a_daemon_tells_the_page_what_its_engines_showed(tab: OpenTab, web: Daemon) -> None:
@@ -130,11 +88,11 @@ def test_a_daemon_tells_the_page_what_its_engines_showed(tab: OpenTab, web: Daem
 
 def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> None:
     """Shares of the missed tokens by reason, of the last minute and since the start."""
-    before, now = made_up(seconds=30.0), made_up(seconds=60.0)
+    before = made_up(seconds=30.0)
     before["counters"]["detached_tokens"] = 0
     page = show(before)
-    broker[0].status = now | {"boot_id": broker[0].status["boot_id"]}
-    page.until("document.getElementById('misses-total').textContent === '99,200 tokens'")
+    broker[0].status = broker[0].status | made_up() | {"boot_id": broker[0].status["boot_id"]}
+    page.until(f"{TOTAL} === '99,200 tokens'")
     assert page.ask(CELLS.format("misses-table")) == [
         ["never seen asked for the first time", "56.3 %", "58.1 %"],
         ["evicted was here, had to make room", "18.8 %", "19.4 %"],
@@ -144,33 +102,29 @@ def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> No
     ]
     note = "Half of the evicted ones had left within the last 5 min 30 s when they were asked for."
     assert page.text("#misses-note") == note
-    chunks = made_up(seconds=60.0)
-    chunks["namespaces"][0]["missed_tokens"] = {}
-    page = show(chunks)
-    assert page.text("#misses-total") == "3,000 chunks"
 
 
-@pytest.mark.parametrize("width", [390, 1100, 1280, 1440])
 def test_the_cards_fit_and_can_be_read(
-    show: Show, broker: tuple[Asked, int], tmp_path: Path, width: int
+    show: Show, broker: tuple[Asked, int], tmp_path: Path
 ) -> None:
     """At every width nothing is cut off or split, texts have contrast and parts have names."""
-    name = max(LONG_NAMES, key=len)
-    spaces = [advised(*STEEP) | {"model": name}, advised(*STEEP)]
-    page = show(made_up(*spaces, seconds=30.0), width)
-    broker[0].status = made_up(*spaces) | {"boot_id": broker[0].status["boot_id"]}
-    page.until("document.getElementById('misses-total').textContent === '99,200 tokens'")
-    assert page.ask("document.documentElement.scrollWidth") <= width
-    assert page.ask(CUT_OFF) == []
-    assert page.ask(SPLIT)[1] == []
-    assert page.ask(CONTRAST) == []
-    assert page.ask(NAMELESS) == []
-    target = Path(PICTURE if PICTURE and width == 1280 else tmp_path / "card.png")
-    page.page.screenshot(path=target, full_page=True, clip=card(page))
+    now = made_up(forecast(*STEEP), forecast(*STEEP))
+    now["namespaces"][0]["model"] = max(LONG_NAMES, key=len)
+    page = show(made_up(forecast(*STEEP), forecast(*STEEP), seconds=30.0))
+    broker[0].status = now | {"boot_id": broker[0].status["boot_id"]}
+    page.until(f"{TOTAL} === '99,200 tokens'")
+    for width in (390, 1100, 1440, 1280):
+        page.resize(width)
+        assert page.ask(CUT_OFF) == []
+        assert page.ask(SPLIT)[1] == []
+        assert page.ask(CONTRAST) == []
+        assert page.ask(NAMELESS) == []
+    target = Path(PICTURE or tmp_path / "card.png")
+    page.page.screenshot(path=target, full_page=True, clip=cards(page))
     assert target.read_bytes()[:4] == b"\x89PNG"
 
 
-def card(page: Tab) -> dict[str, float]:
+def cards(page: Tab) -> dict[str, float]:
     """Where the two cards are on the page."""
     clip: dict[str, float] = page.ask(
         "(() => { const [a, b] = ['forecast', 'misses'].map((id) =>"

@@ -29,12 +29,6 @@ from tests.processes import children_running, frozen, has_ended
 from tests.waiting import PATIENCE, eventually
 
 
-@pytest.fixture
-def own(start_daemon: StartDaemon) -> Daemon:
-    """A ready daemon with HTTP on a free port, for one test."""
-    return start_daemon("--http-listen", "127.0.0.1:0")
-
-
 def http_process(daemon: Daemon) -> psutil.Process:
     """The child that serves HTTP; it is asked for something, which starts it."""
 
@@ -46,31 +40,8 @@ def http_process(daemon: Daemon) -> psutil.Process:
     return eventually(found)[0]
 
 
-def test_a_wedged_broker_fails_liveness_in_time_and_recovers(own: Daemon) -> None:
-    """Frozen: 503 within the deadline, all else answers; then 200."""
-    with over_tcp(own) as client:
-        assert client.get(f"/livez?{PATIENT}").status_code == 200
-        with frozen(own.process.pid):
-            answer = client.get("/livez?timeout=0.5")
-            assert answer.status_code == 503
-            assert "has not answered Ping within 0.5 s" in answer.text
-            assert answer.elapsed.total_seconds() < SECONDS
-            for path in ("/readyz?timeout=0.1", "/status", "/livez?verbose&timeout=0.1"):
-                assert client.get(path).status_code == 503
-            assert client.get("/status").json()["since"] <= time.time()
-            text = client.get("/metrics").text
-            assert "kvd_up 0.0" in text
-            assert "kvd_http_requests_total" in text
-            assert "kvd_pool_bytes" not in text
-        for path in ("/livez", "/readyz"):
-            assert client.get(f"{path}?{PATIENT}").status_code == 200
-        assert report_of(client)["pid"] == own.process.pid
-        assert scrape(client).get("kvd_up") == 1
-        assert scrape(client).get("kvd_broker_silent_seconds") == 0
-
-
-def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(web: Daemon) -> None:
-    """The event stream goes on meanwhile: a trouble event, then reports again."""
+def test_a_wedged_broker_fails_liveness_in_time_and_recovers(web: Daemon) -> None:
+    """Frozen: 503 within the deadline, watchers read of it, all else answers; then 200."""
     with over_tcp(web) as client, client.stream("GET", "/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         lines = stream.iter_lines()
@@ -83,51 +54,68 @@ def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(web: Daemon) -> 
             raise AssertionError("the stream has ended")
 
         assert next_event("report")["boot_id"] == next_event("report")["boot_id"]
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
         with frozen(web.process.pid):
+            answer = client.get("/livez?timeout=0.5")
+            assert answer.status_code == 503
+            assert "has not answered Ping within 0.5 s" in answer.text
+            assert answer.elapsed.total_seconds() < SECONDS
+            for path in ("/readyz?timeout=0.1", "/status", "/livez?verbose&timeout=0.1"):
+                assert client.get(path).status_code == 503
+            assert client.get("/status").json()["since"] <= time.time()
+            text = client.get("/metrics").text
+            assert "kvd_up 0.0" in text
+            assert "kvd_http_requests_total" in text
+            assert "kvd_pool_bytes" not in text
             trouble = next_event("trouble")
         assert "has not answered" in str(trouble["text"])
         assert float(str(trouble["since"])) <= float(str(trouble["time"]))
         assert next_event("report")["pid"] == web.process.pid
+        for path in ("/livez", "/readyz"):
+            assert client.get(f"{path}?{PATIENT}").status_code == 200
+        assert report_of(client)["pid"] == web.process.pid
+        assert scrape(client).get("kvd_broker_silent_seconds") == 0
 
 
-def test_a_killed_http_process_is_replaced_on_the_same_port(own: Daemon) -> None:
-    """SIGKILL of the child: the next request on the same port is answered by another one."""
-    first = http_process(own)
+def test_what_happens_to_the_http_process_does_not_disturb_the_broker(
+    start_daemon: StartDaemon,
+) -> None:
+    """Killed it is replaced on the same port; frozen it delays no engine; it ends with the broker.
+
+    It is nicer than the broker, whose data path comes first. It takes no place of a session.
+    """
+    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "4")
+    taken = [ToolConnection(daemon.runtime_dir, PATIENCE) for _ in range(4)]
+    first = http_process(daemon)
+    assert first.nice() == min(19, psutil.Process(daemon.process.pid).nice() + 5)
     first.kill()
-    with over_tcp(own) as tcp, over_unix(own) as unix:
+    with over_tcp(daemon) as tcp, over_unix(daemon) as unix:
         assert tcp.get(f"/livez?{PATIENT}").status_code == 200
-        assert unix.get(f"/livez?{PATIENT}").status_code == 200
-    assert http_process(own).pid != first.pid
-    own.wait_log("the HTTP process has ended: killed by signal 9")
-
-
-def test_a_frozen_http_process_does_not_disturb_the_broker(own: Daemon) -> None:
-    """SIGSTOP of the child: engines store and load, and the daemon ends in order."""
-    child = http_process(own)
+        assert report_of(unix)["sessions"]["open"] == 5
+    for control in taken:
+        control.close()
+    daemon.wait_log("the HTTP process has ended: killed by signal 9")
+    child = http_process(daemon)
+    assert child.pid != first.pid
     child.suspend()
     try:
-        with Engine(own.runtime_dir).wait_attached() as engine:
+        engine = Engine(daemon.runtime_dir, world_size=1)
+        with engine.wait_attached():
             keys = keys_of("frozen", 5)
             engine.store(keys)
             wait_hit(engine, keys)
             assert engine.load(keys) == (5, 0)
-        assert own.stop() == 0
-        eventually(lambda: has_ended(child))
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.resume()
-
-
-def test_the_http_process_dies_with_its_broker(own: Daemon) -> None:
-    """After SIGKILL of the broker nothing of it listens any more."""
-    child = http_process(own)
-    own.stop(signal.SIGKILL)
+    child = http_process(daemon)
+    daemon.stop(signal.SIGKILL)
     eventually(lambda: has_ended(child))
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", port_of(own)), timeout=SECONDS)
+        socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS)
 
 
-def test_a_crowd_of_slow_clients_keeps_nobody_out(web: Daemon) -> None:
+def test_many_slow_clients_keep_no_probe_out(web: Daemon) -> None:
     """More idle, slow and deaf connections than there are places: probes are answered."""
     http_process(web)
     crowd = [idle_connection(web) for _ in range(MAX_CONNECTIONS + 50)]
@@ -178,29 +166,6 @@ def test_what_is_too_much_is_refused_at_once(
     with idle_connection(web) as client:
         client.sendall(method + b" /livez HTTP/1.1\r\nHost: localhost\r\n" + more)
         assert client.recv(100).startswith(b"HTTP/1.1 " + status)
-
-
-def test_the_data_path_comes_first(web: Daemon) -> None:
-    """The HTTP process is nicer than the broker and keeps few threads."""
-    child = http_process(web)
-    with over_tcp(web) as client:
-        client.get("/readyz")
-    assert child.nice() == min(19, psutil.Process(web.process.pid).nice() + 5)
-    assert child.num_threads() <= 5
-
-
-def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
-    """With every session taken the probes still pass, also after the HTTP process is replaced."""
-    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "2")
-    taken = [ToolConnection(daemon.runtime_dir, PATIENCE) for _ in range(2)]
-    try:
-        http_process(daemon).kill()
-        with over_unix(daemon) as client:
-            assert client.get(f"/livez?{PATIENT}").status_code == 200
-            assert report_of(client)["sessions"]["open"] == 3
-    finally:
-        for control in taken:
-            control.close()
 
 
 def test_a_broken_http_process_costs_the_broker_nothing(

@@ -1,16 +1,42 @@
-"""`kvd plan`: figures from a model's config.json."""
+"""`kvd plan`: figures from a model's config.json, and fragments by the layout of its KV cache."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from docs import generate_models
 from kvd.cli import cli
 from kvd.errors import PlanError
+from kvd.plan.figures import (
+    BLOCKS,
+    HEADS_OUTSIDE,
+    PAGES,
+    Plan,
+    PlanInputs,
+    PlannedGroup,
+    make_plan,
+)
 from kvd.plan.model import read_model
-from tests.plan.planning import GIB, planned
+
+GIB = 1024**3
+
+
+def planned(config: dict[str, Any], **changes: Any) -> Plan:
+    """The plan with one rank, 16-token blocks and 64 GiB, but for the changes."""
+    inputs: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "block_size": 16,
+        "dtype": "auto",
+        "cpu_bytes": 64 * GIB,
+        "blocks_per_chunk": 1,
+    }
+    return make_plan(read_model(config), PlanInputs(**(inputs | changes)))
+
 
 LLAMA = {
     "model_type": "llama",
@@ -59,32 +85,11 @@ def test_a_model_with_grouped_heads() -> None:
     assert result.num_chunks == 8192
     assert result.pool_tokens == 8192 * 64
     assert result.longest_request is None
-
-
-def test_a_dense_model_keeps_all_heads() -> None:
-    """Without num_key_value_heads every head has its own keys and values."""
-    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-    result = planned(gpt2, dtype="float16")
-    assert result.attention == "mha"
-    assert result.bytes_per_token == 2 * 768 * 2 * 12
-    assert result.max_positions == 1024
-
-
-def test_heads_are_split_over_ranks() -> None:
-    """Ranks share the heads; with more ranks than heads each keeps one, so bytes repeat."""
-    assert planned(LLAMA, tensor_parallel=4).bytes_per_token_rank == 131_072 // 4
-    assert planned(LLAMA, tensor_parallel=4).bytes_per_token == 131_072
-    assert planned(LLAMA, tensor_parallel=16).bytes_per_token_rank == 131_072 // 8
-    assert planned(LLAMA, tensor_parallel=16).bytes_per_token == 131_072 * 2
-
-
-@pytest.mark.parametrize("ranks", [3, 64])
-def test_ranks_that_do_not_divide_heads_are_refused(ranks: int) -> None:
-    """A tensor-parallel size that the model cannot have is refused with both numbers."""
-    with pytest.raises(PlanError, match=f"32 attention heads.*{ranks} ranks"):
-        planned(LLAMA, tensor_parallel=ranks)
-    with pytest.raises(PlanError, match="6 KV heads over 4 ranks"):
-        planned(LLAMA | {"num_key_value_heads": 6}, tensor_parallel=4)
+    split = planned(LLAMA, tensor_parallel=16)  # more ranks than heads: each keeps one
+    assert (split.bytes_per_token_rank, split.bytes_per_token) == (131_072 // 8, 131_072 * 2)
+    assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072  # the model's limit
+    bounded = planned(LLAMA, gpu_blocks=4001, block_override=101)
+    assert (bounded.longest_request, bounded.longest_request_with_override) == (64_000, 1600)
 
 
 def test_a_latent_is_stored_once() -> None:
@@ -111,22 +116,6 @@ def test_interleaved_windows_make_groups_of_the_smaller_kind() -> None:
     assert result.longest_request == 131_072  # the family's own limit
 
 
-def test_layer_types_win_over_patterns() -> None:
-    """Listed kinds are taken as they are; kinds of about the same size stay whole."""
-    kinds = ["sliding_attention", "full_attention"] * 12
-    gpt_oss = LLAMA | {
-        "num_hidden_layers": 24,
-        "layer_types": kinds,
-        "sliding_window": 128,
-        "sliding_window_pattern": 6,
-    }
-    assert [(g.layers, g.sliding_window) for g in planned(gpt_oss).groups] == [
-        (12, 128),
-        (12, None),
-    ]
-    assert len(planned(gpt_oss | {"num_hidden_layers": 21}).groups) == 2
-
-
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
@@ -149,50 +138,13 @@ def test_windows_follow_the_models_own_fields(
         assert model.windows.index(64) == 28
 
 
-def test_what_a_family_leaves_out_is_filled_in() -> None:
-    """Gemma 3 4B names neither heads nor pattern: the family's own figures are used."""
-    text = {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "num_hidden_layers": 34,
-        "sliding_window": 1024,
-    }
-    model = read_model({"model_type": "gemma3", "text_config": text})
-    assert (model.query_heads, model.kv_heads, model.head_elements) == (8, 4, 512)
-    assert model.windows.count(None) == 5
-
-
-def test_the_models_limit_bounds_a_request() -> None:
-    """More blocks than it has positions for make no longer requests; an override counts alone."""
-    assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072
-    result = planned(LLAMA, gpu_blocks=4001, block_override=101)
-    assert (result.longest_request, result.longest_request_with_override) == (64_000, 1600)
-    assert planned(LLAMA, block_override=101).longest_request is None
-    unlimited = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
-    assert planned(unlimited, gpu_blocks=10_001).longest_request == 160_000
-
-
-def test_dtypes() -> None:
-    """The cache's dtype is the asked one, else the model's; 32-bit models are served in 16."""
-    assert planned(LLAMA, dtype="fp8").bytes_per_token == 65_536
-    assert planned(LLAMA | {"torch_dtype": "float32"}).dtype == "float16"
-    assert planned(LLAMA | {"dtype": "torch.float16"}).dtype == "float16"
-    with pytest.raises(PlanError, match="--dtype"):
-        planned(LLAMA | {"torch_dtype": None})
-    with pytest.raises(PlanError, match="'int3' is not known"):
-        planned(LLAMA | {"torch_dtype": "int3"})
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
-        ({"num_attention_heads": None}, "no num_attention_heads"),
-        ({"hidden_size": None}, "no hidden_size"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers = '32' is no whole number"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
         ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
-        ({"layer_types": ["full_attention"]}, "does not list 32 layers"),
         ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
         ({"layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
         ({"mamba_d_state": 16}, "state layers"),
@@ -201,9 +153,10 @@ def test_dtypes() -> None:
 )
 def test_what_cannot_be_planned_is_named(changes: dict[str, Any], text: str) -> None:
     """A missing field, a bad value or a kind of cache not covered: one error that names it."""
-    with pytest.raises(PlanError) as refusal:
+    with pytest.raises(PlanError, match=re.escape(text)):
         planned(LLAMA | changes)
-    assert text in str(refusal.value)
+    with pytest.raises(PlanError, match=r"32 attention heads.*3 ranks"):
+        planned(LLAMA, tensor_parallel=3)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -233,20 +186,11 @@ def test_json_holds_the_figures(folder: Path) -> None:
     assert run(str(folder / "config.json"), "--json", "--tp", "2", "--cpu-bytes", "1GiB")[1] == out
 
 
-def test_the_table_holds_the_figures(folder: Path) -> None:
-    """Without `--json` a table is printed."""
-    status, out, _ = run(str(folder), "--gpu-blocks", "4001", "--block-override", "101")
-    assert status == 0
-    for figure in ("131,072", "2,097,152", "32,768", "524,288", "64,000", "1,600", "64 GiB"):
-        assert figure in out
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "not JSON"),
-        ("[]", "holds no JSON object"),
         ("{}", "no num_attention_heads"),
     ],
 )
@@ -280,26 +224,105 @@ def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
     assert "give --gpu-blocks" in run(str(folder), *long)[2]
 
 
-def test_tiers_are_counted_in() -> None:
-    """Chunks and tokens below the pool, the table that knows them, and how fast they come up."""
-    result = planned(LLAMA, tier_bytes=500 * GIB, tier_bandwidth=2 * 10**9)
-    assert result.tier_chunks == 256_000
-    assert result.tier_tokens == 256_000 * 16
-    assert result.tier_table_bytes == 72 * 2**19
-    assert result.promotion_seconds == pytest.approx(2 * 2**20 / 2e9)
-    assert result.tier_tokens_per_second == pytest.approx(2e9 / result.bytes_per_token)
-    without = planned(LLAMA)
-    assert (without.tier_chunks, without.tier_table_bytes) == (0, 0)
-    assert without.tier_tokens_per_second is None
+QWEN = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 10,
+    "hybrid_override_pattern": "M-M*MEMEM*",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "dtype": "bfloat16",
+}
 
 
-def test_the_command_tells_of_tiers(tmp_path: Path) -> None:
-    """Sizes and rates are taken as people write them, and shown where there is a tier."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA))
-    told = ["plan", str(config), "--tier-bytes", "500GiB", "--tier-bandwidth", "2GB"]
-    done = CliRunner().invoke(cli, told)
-    assert done.exit_code == 0, done.output
-    for figure in ("256,000", "500 GiB", "2 GB/s", "1.05 ms", "15,259"):
-        assert figure in done.output
-    assert "tiers" not in CliRunner().invoke(cli, ["plan", str(config)]).output
+def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
+    """M keeps a state, * attends, the others keep nothing; states have 32 bits by default."""
+    result = planned(NEMOTRON)
+    assert (result.layers, result.state_layers) == (2, 5)
+    assert [group.layers for group in result.groups] == [2, 2, 2, 1]
+    full = 64 * 64 * 128
+    assert result.groups[1].state_bytes == (64 * 64 + 2 * 8 * 128) * 3 * 2 + full * 4
+    half = planned(NEMOTRON | {"mamba_ssm_cache_dtype": "bfloat16"})
+    assert result.groups[1].state_bytes - (half.groups[1].state_bytes or 0) == full * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (NEMOTRON | {"hybrid_override_pattern": None}, "hybrid_override_pattern = None is no text"),
+        (NEMOTRON | {"hybrid_override_pattern": "M-M-"}, "2 state layers and 0 of attention"),
+        (NEMOTRON | {"n_groups": None}, "no n_groups"),
+        (NEMOTRON | {"mamba_ssm_cache_dtype": "int3"}, "the states' dtype 'int3'"),
+        (NEMOTRON | {"model_type": "other"}, "ssm_state_size = 128: state layers"),
+        (QWEN | {"layer_types": ["chunked"]}, "lists other kinds"),
+        (QWEN | {"model_type": "other"}, "linear_num_value_heads = 32: state layers"),
+    ],
+)
+def test_what_is_not_known_is_named(config: dict[str, Any], text: str) -> None:
+    """Missing fields, other kinds and other families are refused with the field's name."""
+    with pytest.raises(PlanError, match=re.escape(text)):
+        planned(config)
+    with pytest.raises(PlanError, match="leave out --gpu-blocks"):
+        planned(QWEN, gpu_blocks=100_000)
+
+
+MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
+NUM_BLOCKS = 4
+
+
+def runs(plan: Plan, group: PlannedGroup, heads: int, layout: str) -> list[int]:
+    """Bytes of each run of block 2, from the strides that the layout's name gives."""
+    content = group.page_bytes // heads // plan.block_size
+    sizes = {"L": group.layers, "B": NUM_BLOCKS, "H": heads, "N": plan.block_size, "C": content}
+    strides, stride = {}, 1
+    for dimension in reversed(layout):
+        if dimension == layout[0] == "B":
+            stride = max(other.layers for other in plan.groups) * group.page_bytes
+        strides[dimension] = stride
+        stride *= sizes[dimension]
+    inner = itertools.product(*(range(0, sizes[d] * strides[d], strides[d]) for d in "LHN"))
+    starts = sorted(2 * strides["B"] + sum(offsets) for offsets in inner)
+    edges = [i for i, start in enumerate(starts) if i == 0 or start != starts[i - 1] + content]
+    return [(end - i) * content for i, end in itertools.pairwise([*edges, len(starts)])]
+
+
+@pytest.mark.parametrize("layout", [*PAGES, *BLOCKS, *HEADS_OUTSIDE])
+@pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
+def test_fragments_follow_from_the_order_of_the_dimensions(
+    model: dict[str, Any], layout: str
+) -> None:
+    """A block's bytes lie in as many runs as the plan says, in every layout."""
+    read = read_model(model["config"])
+    for ranks in model["tensor_parallel"]:
+        plan = generate_models.planned(model, ranks)
+        heads = read.rank_elements(ranks) // read.head_elements
+        for group in plan.groups:
+            if group.state_bytes is None and layout in group.fragments:
+                told = group.fragments[layout]
+                assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
+
+
+def test_the_table_of_models_is_generated() -> None:
+    """docs/vllm.md has the table that docs/models.json and the plan's functions make."""
+    page = generate_models.PAGE.read_text(encoding="utf-8")
+    assert generate_models.page(page) == page, "run make docs"

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
-from kvd.errors import IntegrityError, Refusal
-from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
+from kvd.errors import Refusal
+from kvd.pool.geometry import MAX_EXTENTS, MAX_PIECE_BYTES, UNIT_BYTES, Extents, FillOrder, Geometry
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
-from tests.cache.tables import MIB, PAGE, add, begin, make_namespaces, names, pin
+from tests.cache.tables import MIB, PAGE, add, begin, finish, make_namespaces, names, pin
 
 
 def store(namespace: Namespace, first: int, count: int) -> int:
@@ -27,7 +27,7 @@ sizes = st.lists(st.integers(1, 40).map(lambda pages: pages * PAGE), min_size=1,
 
 
 @given(st.integers(1, 300 * MIB), sizes)
-def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
+def test_slots_fill_the_published_formula(cpu_bytes: int, slot_bytes: list[int]) -> None:
     """Slots fill the published formula, lie in the pool, and columns cover what they touch."""
     extents = Extents(cpu_bytes)
     assert extents.size % PAGE == 0
@@ -47,18 +47,7 @@ def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
         assert touched <= set(geometry.column_extents(column))
 
 
-@given(st.integers(1, 4000), sizes)
-def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
-    """A single namespace holds exactly cpu_bytes // bytes_per_chunk chunks."""
-    chunks = pages * PAGE // sum(slot_bytes)
-    if chunks:
-        namespaces = make_namespaces(pages * PAGE)
-        namespace = add(namespaces, 1, *slot_bytes)
-        assert store(namespace, 0, chunks + 5) == chunks
-        namespaces.check_integrity()
-
-
-def test_two_settle_at_their_fair_shares() -> None:
+def test_two_namespaces_settle_at_their_fair_shares() -> None:
     """A newcomer takes from a namespace that holds everything, up to its half and no further."""
     namespaces = make_namespaces(16 * MIB)
     old = add(namespaces, 1, 8192, 8192)
@@ -75,41 +64,6 @@ def test_two_settle_at_their_fair_shares() -> None:
     store(old, 90_000, 400)
     after = old.table.counts.yielded, new.table.counts.yielded
     assert yielded == after  # settled: each evicts its own from now on
-
-
-def test_the_coldest_column_goes_first() -> None:
-    """A newcomer's first column costs the chunks that were used longest ago."""
-    namespaces = make_namespaces(MIB)
-    old = add(namespaces, 1, PAGE)
-    for first in range(0, 256, 2):
-        store(old, first, 2)
-    old.table.loads.refresh([b"key %d" % number for number in range(4)], 1.0)
-    new = add(namespaces, 2, PAGE)
-    assert store(new, 0, 2) == 2
-    gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]
-    assert gone == [4, 5]
-
-
-def test_empty_columns_are_lent() -> None:
-    """Room that its owner does not use is taken before anything is evicted."""
-    namespaces = make_namespaces(MIB)
-    old = add(namespaces, 1, PAGE)
-    begin(old.table, names(256))
-    old.table.slots.wait_for((), old.table.drop_owner(1))
-    new = add(namespaces, 2, PAGE)
-    assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
-    namespaces.check_integrity()
-
-
-def test_a_chunk_larger_than_a_fair_share() -> None:
-    """A namespace whose one chunk fills the pool is served, in turns with the other."""
-    namespaces = make_namespaces(MIB)
-    small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
-    assert store(small, 0, 300) == 256
-    assert store(large, 0, 2) == 1
-    assert small.table.slots.stats()["ready"] == 0
-    assert store(small, 0, 3) == 3
-    namespaces.check_integrity()
 
 
 @given(
@@ -143,7 +97,7 @@ def test_open_is_idempotent() -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [(), (0,), (MIB + PAGE,), (PAGE, -1)])
-def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
+def test_impossible_slot_sizes_are_refused(slot_bytes: tuple[int, ...]) -> None:
     """Slots without bytes and chunks larger than the budget are refused with the figures."""
     with pytest.raises(Refusal) as refused:
         add(make_namespaces(MIB), 1, *slot_bytes)
@@ -158,7 +112,7 @@ def test_replicated_needs_one_size() -> None:
         add(make_namespaces(MIB), 1, PAGE, PAGE, replicated=True)
 
 
-def test_limit_and_close() -> None:
+def test_at_the_limit_an_idle_namespace_is_closed_for_a_new_one() -> None:
     """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
     namespaces = make_namespaces(MIB, max_namespaces=1)
     old = add(namespaces, 1, PAGE)
@@ -173,17 +127,6 @@ def test_limit_and_close() -> None:
     assert namespaces.pool.free_bytes == MIB
     assert store(add(namespaces, 2, PAGE), 0, 300) == 256
     namespaces.check_integrity()
-
-
-def test_damage_is_noticed() -> None:
-    """An extent with two owners does not go unseen."""
-    namespaces = make_namespaces(MIB)
-    one, two = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
-    store(one, 0, 1)
-    store(two, 0, 1)
-    two.table.space.open_column(0)
-    with pytest.raises(IntegrityError):
-        namespaces.check_integrity()
 
 
 def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> None:
@@ -204,22 +147,6 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     assert store(alone, 0, 100) == 100  # what is free may be had
 
 
-def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
-    """Not before, and not while something is pinned there."""
-    namespaces = make_namespaces(16 * MIB)
-    passing = add(namespaces, 2, PAGE, temporary=True)
-    store(passing, 0, 4)
-    pin(passing.table, names(1))
-    assert namespaces.closable() == []
-    namespaces.detach_engine(passing)
-    assert namespaces.closable() == []
-    passing.table.loads.unpin(1, 1)
-    assert namespaces.closable() == [passing]
-    namespaces.close(passing)
-    assert namespaces.closed_counts.stored == 4
-    namespaces.check_integrity()
-
-
 def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
     """A floor above the even share is reached, though others were there first."""
     namespaces = make_namespaces(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
@@ -235,24 +162,6 @@ def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
             store(namespace, 10_000 + 100 * turn, 100)
     assert held(namespaces, late) >= 10 * MIB
     assert all(held(namespaces, namespace) > 2 * MIB for namespace in early)
-    namespaces.check_integrity()
-
-
-def test_two_layouts_of_one_model_share_its_quota() -> None:
-    """After a change of the layout the new namespace gets room inside the cap, from the old one."""
-    namespaces = make_namespaces(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
-    old, new = (
-        add(namespaces, number, size, label="model") for number, size in ((1, 8192), (2, 12288))
-    )
-    namespaces.detach_engine(new)
-    store(old, 0, 1000)
-    assert held(namespaces, old) > 3.9 * MIB
-    namespaces.detach_engine(old)
-    namespaces.attach_engine(new)
-    for turn in range(10):
-        store(new, 100 * turn, 50)
-        assert held(namespaces, old) + held(namespaces, new) <= 4 * MIB
-    assert held(namespaces, new) > 3 * MIB
     namespaces.check_integrity()
 
 
@@ -305,3 +214,73 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
             assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
             namespaces.check_integrity()
             namespaces.detach_engine(model)
+
+
+@given(nbytes=st.integers(1, 400), piece=st.integers(1, 60))
+def test_every_piece_comes_once(nbytes: int, piece: int) -> None:
+    """The order names each piece once, and the last of them fills the pool."""
+    fill = FillOrder(nbytes, piece)
+    count = -(-nbytes // piece)
+    assert sorted(fill.order) == list(range(count))
+    assert sum(end - begin for begin, end in map(fill.span, range(count))) == nbytes
+    done = 0
+    for number in fill.order:
+        begin, end = fill.span(number)
+        done += end - begin
+        assert fill.filled_with[number] == done
+        assert fill.required_fill(begin, end) == done
+    assert fill.required_fill(0, nbytes) == done == nbytes
+
+
+@given(nbytes=st.integers(1, 2**43), page=st.sampled_from([2**12, 2**21, 2**25, 2**29, 2**30]))
+def test_pieces_are_short_and_whole(nbytes: int, page: int) -> None:
+    """Pieces are whole pages and whole units, at most 256 MiB, or a page where that is more."""
+    piece = FillOrder.of(nbytes, page).piece_bytes
+    assert piece % page == piece % UNIT_BYTES == 0
+    assert piece <= max(MAX_PIECE_BYTES, page)
+
+
+def filling(ranks: int, pieces: int = 16) -> tuple[Namespaces, Namespace]:
+    """A pool of 16 pieces with room for 64 chunks."""
+    cpu_bytes = 64 * PAGE * ranks
+    fill = FillOrder(cpu_bytes, cpu_bytes // pieces)
+    namespaces = make_namespaces(cpu_bytes, fill=fill)
+    return namespaces, add(namespaces, 0, *(PAGE,) * ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_chunks_become_usable_piece_by_piece(ranks: int) -> None:
+    """Every slot handed out has all its shares among the pieces that are there."""
+    namespaces, namespace = filling(ranks)
+    fill, table = namespaces.pool.fill, namespace.table
+    filled: set[int] = set()
+    done = accepted = offered = 0
+    for piece in fill.order:
+        filled.add(piece)
+        first, end = fill.span(piece)
+        done += end - first
+        usable = done if done < fill.nbytes else None
+        begun = begin(table, names(64, offered), usable=usable)
+        offered += 64
+        for slot in begun.slots:
+            for first, after in namespace.geometry.shares(slot):
+                pieces = range(first // fill.piece_bytes, (after - 1) // fill.piece_bytes + 1)
+                assert filled.issuperset(pieces)
+        accepted += len(begun.slots)
+        if len(filled) == ranks:
+            assert accepted >= 64 // 16  # as much of every arena is there as of the pool
+        assert usable is None or not begun.evicted
+        namespaces.check_integrity()
+    assert accepted >= 64
+
+
+def test_nothing_is_evicted_while_the_pool_is_filling() -> None:
+    """What does not fit what is there gets no slot; nothing goes for it."""
+    namespaces, namespace = filling(1)
+    table, usable = namespace.table, namespaces.pool.fill.filled_with[0]
+    ready = begin(table, names(64), usable=usable)
+    assert 0 < len(ready.slots) < 64
+    finish(table, ready)
+    assert not begin(table, names(5, 100), usable=usable).evicted
+    assert len(begin(table, names(64, 200)).slots) == 64
+    namespaces.check_integrity()

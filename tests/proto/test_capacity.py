@@ -16,7 +16,6 @@ from kvd_proto.capacity import (
     auto_cpu_bytes,
     blocks_needed,
     longest_request,
-    per_block_pool_bytes,
     pin_gpu_bytes,
     pin_kernel_bytes,
     pinning_lanes,
@@ -29,30 +28,6 @@ from tests.layouts import flat_layout
 GIB = 1024**3
 FULL = LayerGroup((4096,) * 32, 16)
 WINDOW = LayerGroup((4096,) * 32, 16, sliding_window=64)
-
-
-def test_mixed_page_sizes_are_counted_once() -> None:
-    """Regression (Kimi K2.5 at TP 4): the pool is sized by the sum of pages, each one once."""
-    pages = (36_864,) * 61 + (4_096,) * 61
-    sizes = size_pool([flat_layout(*pages, factor=2)] * 4, 16 * GIB)
-    assert sizes.slot_bytes == (sum(pages) * 2,) * 4
-    assert sizes.bytes_per_chunk == sum(pages) * 2 * 4
-    assert sizes.num_chunks == 16 * GIB // (sum(pages) * 2 * 4)
-
-
-def test_every_slot_lies_inside_the_pool() -> None:
-    """All arenas together stay inside the budget, whatever the shares."""
-    layouts = [flat_layout(5000, 3), flat_layout(9000), flat_layout(1)]
-    sizes = size_pool(layouts, 1_000_000)
-    assert sizes.slot_bytes == (8192, 12288, 4096)
-    assert sum(sizes.slot_bytes) * sizes.num_chunks <= 1_000_000
-
-
-def test_replicated_shares_take_one_arena() -> None:
-    """Ranks that hold the same bytes store them once."""
-    sizes = size_pool([flat_layout(4096, replicated=True)] * 8, 4096 * 10)
-    assert sizes.slot_bytes == (4096,)
-    assert sizes.num_chunks == 10
 
 
 def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
@@ -69,21 +44,11 @@ def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
         (lambda: size_pool([flat_layout(4096)], 0), "a pool of 0 bytes"),
         (lambda: auto_cpu_bytes([flat_layout(1)], available=-1, reserve=0), "available = -1;"),
         (lambda: auto_cpu_bytes([flat_layout(1)], available=1, reserve=-1), "reserve = -1;"),
-        *(
-            (
-                lambda ratio=ratio: auto_cpu_bytes(
-                    [flat_layout(1)], available=1, reserve=0, ratio=ratio
-                ),
-                f"ratio = {ratio};",
-            )
-            for ratio in (-1.0, 0.0, math.inf, math.nan)
-        ),
         (lambda: LayerGroup((4096,), 0), "block_size = 0;"),
         (lambda: LayerGroup((4096,), 16, 0), "sliding_window = 0;"),
         (lambda: blocks_needed([FULL], -1), "tokens = -1;"),
         (lambda: blocks_needed([WINDOW], 16, 0), "batched_tokens = 0;"),
         (lambda: longest_request([FULL], 0, 16), "num_blocks = 0;"),
-        (lambda: longest_request([FULL], 10, -1), "limit = -1;"),
         (lambda: admit(-1, [FULL], 10), "tokens = -1;"),
     ],
 )
@@ -108,17 +73,6 @@ def test_auto_is_the_ratio_capped_by_what_is_there() -> None:
     assert auto_cpu_bytes([one], available=GIB, reserve=2 * GIB)[0] == 0
 
 
-def test_auto_counts_each_rank_once_and_replicated_shares_once() -> None:
-    """Stages of different size are summed, in any order; ranks that hold the same are one."""
-    stages = [flat_layout(*(4096,) * layers, blocks=100) for layers in (1, 3)]
-    for layouts in (stages, stages[::-1]):
-        size, why = auto_cpu_bytes(layouts, available=GIB, reserve=0)
-        assert size == 2 * 4 * 4096 * 100
-        assert "2 x 1.56 MiB GPU KV of 2 ranks = 3.12 MiB" in why
-    same = [flat_layout(4096, blocks=100, replicated=True)] * 8
-    assert auto_cpu_bytes(same, available=GIB, reserve=0)[0] == 2 * 4096 * 100
-
-
 @pytest.mark.parametrize(
     ("devices", "replicated", "lanes"),
     [
@@ -134,16 +88,6 @@ def test_how_often_a_pool_is_pinned(devices: list[str], replicated: bool, lanes:
     """Once where arenas divide it, by each GPU's lane where all ranks hold the same."""
     layouts = [flat_layout(4096, replicated=replicated)] * len(devices)
     assert pinning_lanes(layouts, devices) == lanes
-
-
-def test_auto_says_what_pinning_takes() -> None:
-    """12 MiB of kernel memory for each GiB and lane that pins it: 48 bytes a page of 4 KiB."""
-    rank = flat_layout(4096, blocks=10 * GIB // 4096, replicated=True)
-    _, why = auto_cpu_bytes([rank] * 8, available=99 * GIB, reserve=4 * GIB, lanes=8)
-    assert "available 99 GiB after pinning - reserve 4 GiB" in why
-    assert "; pool 20 GiB, pinned 8 times for 1.88 GiB of kernel memory" in why
-    assert pin_kernel_bytes(4096, 1) == 48
-    assert pin_gpu_bytes(64 * GIB) == GIB // 8
 
 
 def test_the_operators_table_follows_from_the_measured_figures() -> None:
@@ -162,58 +106,6 @@ def test_the_operators_table_follows_from_the_measured_figures() -> None:
         assert told[4:] == [f"{share:.3f}" for share in off], size
 
 
-def test_one_uniform_group_has_its_page_size() -> None:
-    """Regression (Kimi K2.5 at TP 4): a page size that is a sum is not counted per tensor."""
-    group = LayerGroup((36_864, 36_864, 8_448), 16, uniform_type=True)
-    assert per_block_pool_bytes([group]) == 36_864 + 36_864 + 8_448
-
-
-def test_several_uniform_groups_share_tuples() -> None:
-    """Pages of one tuple, one of each size, times the largest number of tuples of a group."""
-    latent = LayerGroup((1000,) * 3 + (200,) * 2, 16, uniform_type=True)
-    window = LayerGroup((1000,) * 4, 16, 64, uniform_type=True)
-    assert per_block_pool_bytes([latent, window]) == (1000 + 200) * 4
-
-
-def test_other_hybrids_take_the_largest_group() -> None:
-    """Layers of the largest group times the common page size."""
-    small = LayerGroup((4096,) * 10, 16)
-    large = LayerGroup((4096,) * 12, 16, 64)
-    assert per_block_pool_bytes([small, large]) == 12 * 4096
-    assert per_block_pool_bytes([small]) == 10 * 4096
-    assert (
-        per_block_pool_bytes([small, LayerGroup((4096,) * 3, 16, uniform_type=True)]) == 10 * 4096
-    )
-
-
-def test_pages_that_must_be_common_and_are_not_are_refused() -> None:
-    """Different pages in groups that are not of uniform type are named, with the remedy."""
-    with pytest.raises(SizeError, match=r"\[1024, 4096\].*pad"):
-        per_block_pool_bytes([FULL, LayerGroup((1024,), 16)])
-
-
-@pytest.mark.parametrize("groups", [[], [LayerGroup((), 16)], [LayerGroup((0,), 16)]])
-def test_no_layers_have_no_pool(groups: list[LayerGroup]) -> None:
-    """No group, an empty group or empty pages are refused."""
-    with pytest.raises(SizeError, match="every group needs layers"):
-        per_block_pool_bytes(groups)
-
-
-@pytest.mark.parametrize(("measured", "override"), [(0, None), (100, 0), (100, -1)])
-def test_an_engine_has_at_least_one_block(measured: int, override: int | None) -> None:
-    """The count that is in force, the override's where there is one, is refused below 1."""
-    with pytest.raises(SizeError, match="at least 1 block"):
-        admit(1, [FULL], measured, override)
-
-
-def test_the_null_block_is_nobodys() -> None:
-    """Of n blocks a request gets n - 1."""
-    assert longest_request([FULL], 11, limit=10_000) == 160
-    admit(160, [FULL], measured=11)
-    with pytest.raises(SizeError):
-        admit(161, [FULL], measured=11)
-
-
 def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
     """Regression: a request that only the measured count could hold is refused at once."""
     admit(8192, [FULL], measured=4096)
@@ -227,19 +119,6 @@ def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
     assert "raise the block override, or lower max seq len to 1600 or less" in text
     admit(1600, [FULL], measured=4096, override=101)
     admit(8192, [FULL], measured=10, override=4096)
-
-
-def test_behind_a_window_blocks_are_given_back() -> None:
-    """A sliding group holds the window and one batch, and one block for not being aligned."""
-    assert WINDOW.blocks_for(100_000, batched_tokens=128) == -(-(63 + 128) // 16) + 1
-    assert WINDOW.blocks_for(20, batched_tokens=128) == 2
-    assert blocks_needed([FULL, WINDOW], 16_000, 128) == 1000 + 13
-
-
-def test_windows_alone_are_bounded_by_the_limit() -> None:
-    """If no group grows with the request, the model's limit is the longest request."""
-    assert longest_request([WINDOW], 20, limit=1_000_000, batched_tokens=128) == 1_000_000
-    assert longest_request([WINDOW], 5, limit=1_000_000, batched_tokens=128) == 64
 
 
 @given(

@@ -14,7 +14,6 @@ from kvd_proto.descriptions import (
     MAX_DESCRIPTION_BYTES,
     MAX_HASH_BYTES,
     MAX_LOOKAHEAD_TOKENS,
-    RECORD_HEADER_BYTES,
     Description,
     DescriptionsView,
     decode,
@@ -121,15 +120,6 @@ def test_what_contradicts_itself_is_no_description(changes: dict[str, Any], text
     assert text in str(caught.value)
 
 
-def test_a_description_without_lookahead_has_nine_items() -> None:
-    """The bytes are those of engines whose hashes cover no tokens after a block."""
-    items = msgspec.structs.astuple(described())
-    assert encode(described()) == msgspec.msgpack.encode(items[:9])
-    assert decode(msgspec.msgpack.encode([*items[:9], b""])) == described()
-    with pytest.raises(DescriptionError, match="3 bytes of lookahead"):
-        decode(msgspec.msgpack.encode([*items[:9], b"abc"]))
-
-
 @given(st.binary())
 @example(b"\x80")
 @example(msgspec.msgpack.encode(described())[:-1])
@@ -155,20 +145,6 @@ def test_a_description_is_read_for_its_slot_and_generation_alone(fd: int) -> Non
     assert [view.read(*other) for other in others] == [None] * len(others)
 
 
-def test_a_record_in_another_slots_place_is_not_believed(fd: int) -> None:
-    """The check word covers the slot."""
-    view = write(fd)
-    os.pwrite(fd, pack_record(1, 7, encode(described())), record_offset(2, RECORD))
-    assert view.read(2, 7) is None
-
-
-def test_a_shorter_description_leaves_nothing_of_the_one_before(fd: int) -> None:
-    """A slot that is used again has the description of its new chunk."""
-    view = write(fd, (0, 1, encode(described(4))), (0, 2, encode(described(1))))
-    assert view.read(0, 1) is None
-    assert view.read(0, 2) == described(1)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, HEADER_BYTES + SLOTS * RECORD), st.binary(max_size=64))),
     st.integers(0, HEADER_BYTES + SLOTS * RECORD),
@@ -185,39 +161,6 @@ def test_whatever_a_file_has_is_read_without_an_exception(
     os.ftruncate(fd, end)
     view = DescriptionsView(fd)
     assert {view.read(slot, 5) for slot in range(SLOTS)} <= {None, described()}
-
-
-@given(st.binary(max_size=RECORD - RECORD_HEADER_BYTES))
-def test_a_whole_record_of_junk_is_none(fd: int, junk: bytes) -> None:
-    """A check word that fits makes no description of other bytes."""
-    view = write(fd, (0, 5, junk))
-    found = view.read(0, 5)
-    assert found is None or decode(encode(found)) == found
-
-
-@pytest.mark.parametrize(
-    "head", [b"", bytes(4096), pack_header(0), pack_header(2**31), b"kvd-dsc\0" + bytes(12)]
-)
-def test_a_file_without_a_header_describes_nothing(fd: int, head: bytes) -> None:
-    """No file of this version, and figures that cannot be: every chunk is without description."""
-    write(fd, (0, 5, encode(described())))
-    os.pwrite(fd, head, 0)
-    if not head:
-        os.ftruncate(fd, 0)
-    view = DescriptionsView(fd)
-    assert view.record_bytes == 0
-    assert view.read(0, 5) is None
-
-
-def test_a_descriptor_that_cannot_be_read_describes_nothing() -> None:
-    """A pipe, and a closed descriptor, give None."""
-    read_end, write_end = os.pipe()
-    try:
-        assert DescriptionsView(read_end).read(0, 1) is None
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-    assert DescriptionsView(read_end).read(0, 1) is None
 
 
 @pytest.mark.parametrize("factor", [1, 2, 64])
@@ -238,9 +181,3 @@ def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> 
     record = record_bytes(layout)
     assert record % 64 == 0
     assert len(encode(description)) <= max_description_bytes(record) < record
-
-
-def test_a_record_is_bounded() -> None:
-    """A chunk of very many tokens has no larger record than a description may have bytes."""
-    layout = flat_layout(4096, blocks=64, factor=65_535)
-    assert max_description_bytes(record_bytes(layout)) == MAX_DESCRIPTION_BYTES

@@ -84,30 +84,6 @@ def test_a_layout_is_bounded(tensors: int, groups: int, refs: int, text: str) ->
         validate_layout(layout)
 
 
-def test_an_engines_last_rank_is_compared_as_quickly_as_its_second() -> None:
-    """What a layout is made of is looked at once, however many ranks are compared with it."""
-    looks = 0
-
-    class Watched(tuple[GroupSpec, ...]):
-        """Groups that count who goes through them."""
-
-        __slots__ = ()
-
-        def __iter__(self) -> Iterator[GroupSpec]:
-            nonlocal looks
-            looks += 1
-            return super().__iter__()
-
-    ranks = [dense(groups=Watched(dense().groups)) for _ in range(8)]
-    counts = []
-    for last in range(1, 8):
-        before = looks
-        compare_ranks(dict(enumerate(ranks[: last + 1])), dict.fromkeys(range(8), 0))
-        counts.append(looks - before)
-    assert counts[0] > 0
-    assert set(counts[1:]) == {counts[0] // 2}
-
-
 @pytest.mark.parametrize(
     ("changes", "figures"),
     [
@@ -138,92 +114,6 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], figures: str) -> 
     """An index, a range or a size that does not fit the report is refused with both figures."""
     with pytest.raises(LayoutError, match=figures):
         validate_layout(dense(**changes))
-
-
-def test_num_blocks_is_not_taken_from_the_allocation() -> None:
-    """Regression: the engine's num_blocks stands though the allocation has room for more."""
-    layout = dense(storages=(4096 * 12, 4096 * 12), blocks=8)
-    validate_layout(layout)
-    assert layout.share_bytes == 2 * 4096 * 12 // 8 * 2
-
-
-def test_the_last_page_may_end_with_the_storage() -> None:
-    """The last block needs its page, not a whole stride: a packed layout's last tensor fits."""
-    page, stride, blocks = 1024, 4096, 4
-    tensors = tuple(TensorSpec(0, i * page, page, stride) for i in range(4))
-    layout = dense(
-        num_blocks=blocks,
-        storages=(stride * blocks,),
-        tensors=tensors,
-        groups=(GroupSpec(tuple(TensorRef(i, page) for i in range(4)), 16),),
-    )
-    validate_layout(layout)
-    assert layout.share_bytes == stride * 2
-    late = msgspec.structs.replace(layout, tensors=(*tensors[:3], TensorSpec(0, 3073, 1024, 4096)))
-    with pytest.raises(LayoutError, match="16385"):
-        validate_layout(late)
-
-
-def test_one_block_needs_no_stride() -> None:
-    """With a single block no stride is used, so any is accepted."""
-    validate_layout(
-        dense(
-            num_blocks=1,
-            storages=(4096,),
-            tensors=(TensorSpec(0, 0, 4096, 0),) * 1,
-            groups=(GroupSpec((TensorRef(0, 4096),), 16),),
-        )
-    )
-
-
-def test_a_shared_storage_counts_once() -> None:
-    """Tensors that share one allocation do not multiply it; unused allocations do not count."""
-    page, blocks = 4096, 8
-    layout = dense(
-        storages=(2 * page * blocks, 999_424),
-        tensors=(TensorSpec(0, 0, page, page), TensorSpec(0, page * blocks, page, page)),
-    )
-    validate_layout(layout)
-    assert layout.used_bytes == 2 * page * blocks
-    assert layout.share_bytes == 2 * page * 2
-
-
-def test_page_sizes_that_differ_are_added_once() -> None:
-    """Regression (Kimi K2.5 at TP 4): a sum of page sizes is not multiplied by the tensors."""
-    pages, blocks = (36_864, 36_864, 8_448), 10
-    layout = dense(
-        num_blocks=blocks,
-        blocks_per_chunk=1,
-        storages=tuple(page * blocks for page in pages),
-        tensors=tuple(TensorSpec(i, 0, page, page) for i, page in enumerate(pages)),
-        groups=(GroupSpec(tuple(TensorRef(i, page) for i, page in enumerate(pages)), 16),),
-    )
-    validate_layout(layout)
-    assert layout.share_bytes == sum(pages)
-    assert layout.share_bytes != sum(pages) * len(pages)
-    assert layout.slot_bytes == -(-sum(pages) // 4096) * 4096
-
-
-def test_padded_pages_take_their_used_bytes_in_the_slot() -> None:
-    """Regions hold bytes in use; the stride of the arena keeps the padded share."""
-    layout = dense(groups=(GroupSpec((TensorRef(0, 3000), TensorRef(1, 4096)), 16),))
-    validate_layout(layout)
-    assert layout.ref_offsets(0) == (0, 6000)
-    assert layout.group_bytes(0) == 2 * (3000 + 4096)
-    assert layout.slot_bytes == 2 * 8192
-
-
-def test_a_group_may_use_some_tensors_only() -> None:
-    """A chunk of a group holds that group's pages alone."""
-    layout = dense(
-        groups=(
-            GroupSpec((TensorRef(0, 4096), TensorRef(1, 4096)), 16),
-            GroupSpec((TensorRef(1, 1024),), 32, "sliding", 64),
-        )
-    )
-    validate_layout(layout)
-    assert layout.group_bytes(1) == 2048
-    assert layout.ref_offsets(1) == (0,)
 
 
 @given(st.integers(1, 5), st.integers(1, 9000), st.integers(2, 50), st.integers(1, 32))
@@ -271,19 +161,3 @@ def test_the_odd_rank_is_named(changes: dict[str, Any], name: str) -> None:
     text = str(refusal.value)
     assert text.startswith(f"rank 2 reports {name}")
     assert "[0, 1, 3]" in text
-
-
-def test_stages_may_hold_other_layers() -> None:
-    """Pipeline stages may differ in pages and bytes; ranks inside one may not."""
-    layouts = {0: dense(2), 1: dense(2), 2: dense(3), 3: dense(3)}
-    compare_ranks(layouts, {0: 0, 1: 0, 2: 1, 3: 1})
-    compare_ranks(dict.fromkeys(range(4), dense(replicated=True)), dict.fromkeys(range(4), 0))
-    with pytest.raises(LayoutError, match=r"rank 2 .*stage 0"):
-        compare_ranks(layouts, {0: 0, 1: 0, 2: 0, 3: 1})
-
-
-def test_stages_cannot_hold_replicas_of_each_other() -> None:
-    """Replicated shares are stored once; over two stages that would mix different layers."""
-    layouts = {rank: dense(replicated=True) for rank in range(2)}
-    with pytest.raises(LayoutError, match=r"stages by rank are {0: 0, 1: 1}"):
-        compare_ranks(layouts, {0: 0, 1: 1})

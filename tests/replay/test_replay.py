@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +14,18 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import POLICIES, AdaptivePolicy
+from kvd.cache.adaptive import POLICIES
 from kvd.cache.eviction import LruPolicy
 from kvd.cli import cli
+from kvd.errors import TraceError
 from kvd.metrics.reading import NOTHING
 from kvd.replay import (
-    NEVER,
     Trace,
     TracedRequest,
-    labels_for,
+    read_trace,
     replay_belady,
     replay_policy,
-    return_gaps,
 )
-from kvd_proto.messages import Label
 
 
 def trace_of(*prompts: Sequence[int]) -> Trace:
@@ -64,7 +63,7 @@ def lru_hits(trace: Trace, capacity: int) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("num_slots", [1, 7, 50, 400])
+@pytest.mark.parametrize("num_slots", [1, 50, 400])
 def test_lru_finds_what_a_plain_dictionary_in_order_of_use_finds(num_slots: int) -> None:
     """Request by request, also where a prompt is larger than the pool."""
     trace = random_trace(num_slots)
@@ -113,53 +112,6 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
     assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
 
 
-def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
-    """Found chunks, new ones, then all with the label, each deepest first; ghosts by size."""
-    told: list[tuple[str, list[bytes], Label | None]] = []
-    made: list[LruPolicy] = []
-
-    class Recording(LruPolicy):
-        def insert_all(self, slots: Sequence[int], now: float) -> None:
-            made[:] = [self]
-            told.append(("insert", [self.key_of(slot)[:1] for slot in slots], None))
-            super().insert_all(slots, now)
-
-        def refresh_all(self, slots: Sequence[int], now: float) -> None:
-            told.append(("load", [self.key_of(slot)[:1] for slot in slots], None))
-            super().refresh_all(slots, now)
-
-        def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
-            told.append(("use", [self.key_of(slot)[:1] for slot in slots], label))
-            LruPolicy.refresh_all(self, slots, now)
-
-    labels = [Label.DONE, Label.LATER]
-    replay_policy(trace_of([0, 1], [0, 1, 2]), Recording, 4, labels=labels, ghosts_per_slot=3)
-    assert told == [
-        ("insert", [b"\1", b"\0"], None),
-        ("use", [b"\1", b"\0"], Label.DONE),
-        ("load", [b"\1", b"\0"], None),
-        ("insert", [b"\2"], None),
-        ("use", [b"\2", b"\1", b"\0"], Label.LATER),
-    ]
-    assert repr(made[0].ghosts).endswith("of 12>")
-
-
-def test_hints_say_when_a_request_is_continued() -> None:
-    """By the next one with its last whole chunk; what ends in a part of one counts from before."""
-    trace = trace_of([2], [0, 1], [0, 3], [0, 3, 4])
-    trace.requests[1] = trace.requests[1]._replace(tokens=1000)
-    trace.requests[2] = trace.requests[2]._replace(time=30.0)
-    trace.requests[3] = trace.requests[3]._replace(time=930.0)
-    assert return_gaps(trace) == [NEVER, 29.0, 900.0, NEVER]
-    assert labels_for([9, 59, 599, 600, NEVER]) == [
-        Label.UNDER_10S,
-        Label.UNDER_60S,
-        Label.UNDER_600S,
-        Label.LATER,
-        Label.DONE,
-    ]
-
-
 LINES = "".join(
     json.dumps({"timestamp": 1000 * n, "input_length": 1000, "hash_ids": ids}) + "\n"
     for n, ids in enumerate([[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]])
@@ -197,61 +149,100 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     ]
 
 
-def test_kvd_replay_gives_hints_to_adaptive_hints_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the trace's own future."""
-    told: list[Label] = []
-    plain_use_all = AdaptivePolicy.use_all
+def lines(path: Path, *requests: dict[str, Any]) -> Path:
+    """A file with a line of JSON a request."""
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return path
 
-    def use_all(
-        policy: AdaptivePolicy, slots: Sequence[int], now: float, label: Label = Label.NONE
-    ) -> None:
-        told.append(label)
-        plain_use_all(policy, slots, now, label)
 
-    monkeypatch.setattr(AdaptivePolicy, "use_all", use_all)
-    path = tmp_path / "trace.jsonl"
-    path.write_text(LINES)
-    size = ("--cpu-bytes", "4MiB", "--bytes-per-chunk", "1MiB", "--policy")
-    run(str(path), *size, "adaptive")
-    assert set(told) == {Label.NONE}
-    told.clear()
-    run(str(path), *size, "adaptive+hints")
-    assert told[:5] == [Label.UNDER_10S, Label.DONE, Label.UNDER_10S, Label.DONE, Label.DONE]
+def ids(timestamp: float, tokens: int, *hash_ids: int) -> dict[str, Any]:
+    """A request in Mooncake's form."""
+    return {"timestamp": timestamp, "input_length": tokens, "hash_ids": hash_ids}
+
+
+def conversation(path: Path, *requests: dict[str, Any], **fields: Any) -> Path:
+    """A file of kv-cache-tester."""
+    path.write_text(json.dumps({"block_size": 64, "requests": requests, **fields}))
+    return path
+
+
+def chunks(trace: Trace) -> list[list[int]]:
+    """Of each request."""
+    return [request.chunks.tolist() for request in trace.requests]
+
+
+def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> None:
+    """Times are in seconds, and equal beginnings are equal chunks."""
+    path = lines(
+        tmp_path / "trace.jsonl",
+        ids(2500, 1024, 7, 9),
+        ids(1000, 1300, 7, 8, 5) | {"output_length": 3},
+    )
+    trace = read_trace(path)
+    assert [request.time for request in trace.requests] == [1.0, 2.5]
+    assert [request.tokens for request in trace.requests] == [1300, 1024]
+    (head, second, _), (same, other) = chunks(trace)
+    assert head == same
+    assert second != other
+    assert (trace.num_chunks, trace.tokens, trace.tokens_per_chunk) == (4, 2324, 512)
+
+
+def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Path) -> None:
+    """Their ids are their own, sub-agents are nested, and a user begins when the last has ended."""
+    agent = {"t": 1, "type": "subagent", "requests": [{"t": 0.5, "in": 64, "hash_ids": [9]}]}
+    for name in "abc":
+        conversation(
+            tmp_path / f"{name}.json",
+            {"t": 0, "in": 64, "hash_ids": [1]},
+            agent,
+            {"t": 4, "in": 130, "hash_ids": [1, 2]},
+        )
+    trace = read_trace(tmp_path, users=2)
+    assert [request.time for request in trace.requests] == [0, 0, 1.5, 1.5, 4, 4, 4, 5.5, 8]
+    assert trace.num_chunks == 9
+    assert trace.tokens_per_chunk == 64
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 1024}]
-)
-def test_kvd_replay_takes_the_size_of_a_chunk_from_a_model(
-    tmp_path: Path, fields: dict[str, object]
-) -> None:
-    """512 tokens of 2 layers with 2 heads of 64 in 16 bits, in however many groups: 512 KiB."""
-    path, config = tmp_path / "trace.jsonl", tmp_path / "config.json"
-    path.write_text(LINES)
-    model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2}
-    config.write_text(json.dumps(model | {"hidden_size": 128, "torch_dtype": "bfloat16"} | fields))
-    shown = run(str(path), "--cpu-bytes", "4MiB", "--model", str(config), "--json")
-    assert json.loads(shown)["bytes_per_chunk"] == 2 * 512 * 2 * 2 * 64 * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("text", "error"),
     [
-        ((), "Give either --bytes-per-chunk or --model."),
+        ('{"timestamp": 1, "input_length": 512, "hash_ids": [1]}\nx\n', "t.jsonl:2: JSON is mal"),
         (
-            ("--bytes-per-chunk", "4MiB"),
-            "bytes per chunk = 4,194,304: not between 1 and 2,097,152, half of --cpu-bytes 4MiB;",
+            '{"timestamp": 1, "hash_ids": [1]}\n',
+            "t.jsonl:1: Object missing required field `input_length`; a line is {",
         ),
+        (
+            '{"timestamp": -1, "input_length": 512, "hash_ids": [1]}\n',
+            "t.jsonl:1: Expected `float` >= 0",
+        ),
+        (
+            '\n{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2, 3, 4]}\n',
+            "t.jsonl:2: 4 hash_ids for input_length = 512, where --tokens-per-id 512 needs 1; 1",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 4096, "hash_ids": [1]}\n',
+            "t.jsonl:1: 1 hash_ids for input_length = 4,096, where --tokens-per-id 512 needs 8; 4",
+        ),
+        ("", "t.jsonl: holds no request; a line is {"),
     ],
 )
-def test_kvd_replay_names_a_size_that_cannot_be(
-    tmp_path: Path, arguments: tuple[str, ...], error: str
+def test_a_bad_line_is_named_with_what_is_wrong_and_the_remedy(
+    tmp_path: Path, text: str, error: str
 ) -> None:
-    """The value and the remedy."""
-    path = tmp_path / "trace.jsonl"
-    path.write_text(LINES)
-    done = CliRunner().invoke(cli, ["replay", str(path), "--cpu-bytes", "4MiB", *arguments])
-    assert done.exit_code
-    assert error in done.stderr
+    """One error: file, line, fault, what a line must be."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{tmp_path}/{error}")
+
+
+def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
+    """A file that is missing, a folder without traces, a document of another kind."""
+    with pytest.raises(TraceError, match=r"absent\.jsonl: cannot be read \(No such file"):
+        read_trace(tmp_path / "absent.jsonl")
+    with pytest.raises(TraceError, match=r"no \*\.json or \*\.jsonl in it"):
+        read_trace(tmp_path)
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(TraceError, match=r"a\.json: Expected `object`, got `array`; .*\*\.jsonl"):
+        read_trace(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any, get_origin
 
 import msgspec
 
+from kvd.broker.forecast import advice
 from kvd.metrics import schema
 from kvd.metrics.counts import (
     DIRECTIONS,
@@ -195,6 +196,7 @@ def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state:
         tokens_per_chunk=16,
         missed_tokens=missed(done, 16),
         forecast=forecast(*STEEP),
+        advice=advice(msgspec.convert(forecast(*STEEP), schema.ForecastStatus)),
         num_chunks=3200,
         held_bytes=held * GIB,
         ready_bytes=ready,

@@ -92,33 +92,3 @@ def test_ranks_may_start_apart_but_not_for_long() -> None:
     engine["sessions"][0]["seconds"] = 200.0
     (problem,) = conditions(Span(report))
     assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.text
-
-
-def test_a_breaker_that_opens_for_a_moment_is_no_news() -> None:
-    """A tier that is set aside for a moment is not told, one that is so again and again is."""
-    report = changed(loaded_report(LATER), *TIER, "set_aside_seconds", to=0.4)
-    once = changed(report, *TIER, "counters", "opened", "late", to=1)
-    assert conditions(Span(once, loaded_report(0.0))) == []
-    often = changed(once, *TIER, "counters", "opened", "failed", to=3)
-    (problem,) = conditions(Span(often, loaded_report(0.0)))
-    assert problem.text == "Tier disk was set aside 4 times in the last minute."
-
-
-def test_keep_all_means_all() -> None:
-    """One chunk that is not kept is a warning with keep=all, and no news with keep=asked."""
-    report = changed(loaded_report(LATER), *TIER, "counters", "unkept", to=1)
-    assert conditions(Span(report, loaded_report(0.0))) == []
-    report = changed(report, *TIER, "keep", to="all")
-    (problem,) = conditions(Span(report, loaded_report(0.0)))
-    assert (problem.level, problem.text) == (
-        "warning",
-        "Tier disk falls behind: 60 chunks an hour are not kept.",
-    )
-
-
-def test_the_worst_comes_first() -> None:
-    """Errors before warnings before hints, as the table is written."""
-    report = changed(loaded_report(LATER), *LANE, "state", to="down")
-    report["sessions"]["open"] = 1000
-    found = [(problem.name, problem.level) for problem in conditions(Span(report))]
-    assert found == [("lane down", "error"), ("sessions", "warning")]

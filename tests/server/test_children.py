@@ -1,11 +1,9 @@
-"""Processes that the broker cannot start."""
+"""Processes that the broker cannot start or that end, and loops that stand still."""
 
 import itertools
 import os
-import resource
 import select
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +12,12 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
+from kvd.machine.process import StallDetector
 from kvd.server.children import Children, HttpProcess, LaneProcess
-from kvd.wire.link import LINK, LanePing
-from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
 SECONDS = 100
 LONGEST_PAUSE = 5.0
-MORE_THAN_A_SOCKET_TAKES = 6000  # pings
 Turn = Callable[[float], None]
 
 
@@ -78,24 +74,10 @@ time.sleep(0.3)
 os._exit(3)
 """
 _WAITS = "import signal; signal.pause()"
-_SENDS_A_DESCRIPTOR = f"""\
-import signal, socket, sys
-with socket.socket(fileno=int(sys.argv[-1])) as link:
-    link.send({opening(b"DEALER")!r})
-    socket.send_fds(link, [{frame_header(5) + b"ready"!r}], [0])
-    signal.pause()
-"""
 _SENDS_NO_ZMTP = """\
 import os, signal, sys
 os.write(int(sys.argv[-1]), b"ready")
 signal.pause()
-"""
-_READS_LATE = """\
-import os, sys, time
-left = {nbytes}
-time.sleep(0.3)
-while left:
-    left -= len(os.read(int(sys.argv[-1]), left))
 """
 
 
@@ -130,23 +112,6 @@ def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str
     assert lost(_SENDS_NO_ZMTP).startswith("killed by kvd: sent what is no message: ")
 
 
-def test_orders_that_wait_are_sent_as_soon_as_the_child_reads(lost: Callable[..., str]) -> None:
-    """The poller reports the room; a child that has read nothing at first gets all of them."""
-    ping = LINK.encode(LanePing())
-    messages = MORE_THAN_A_SOCKET_TAKES * (len(frame_header(len(ping))) + len(ping))
-
-    def send(process: LaneProcess) -> None:
-        for _ in range(MORE_THAN_A_SOCKET_TAKES):
-            process.send(ping)
-        assert process.link is not None
-        assert process.link.wants_write
-
-    begin = time.monotonic()
-    program = _READS_LATE.format(nbytes=len(opening(b"ROUTER")) + messages)
-    assert lost(program, send) == "exit status 0"
-    assert time.monotonic() - begin < DEADLINE
-
-
 def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,46 +131,37 @@ def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
     assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31.0 s"]
 
 
-def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
-    lost: Callable[..., str],
+def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
+    """Lines of a loop: of each turn its seconds, those at work, those it waited and might wait."""
+    now, cpu = 100.0, 5.0
+    loop = StallDetector("broker", lambda: cpu)
+    loop.waits(now, 0.25)
+    lines = [loop.woke(now)]
+    for turn, worked, waited, patience in durations:
+        now, cpu = now + turn, cpu + worked
+        loop.waits(now, patience)
+        now += waited
+        lines.append(loop.woke(now))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("turn", "seconds", "cause"),
+    [
+        ((3.2, 3.1, 0.25, 0.25), "3.2 s, 3.1 s of it at work", "a bug in kvd"),
+        ((3.2, 0.1, 0.25, 0.25), "3.2 s, 0.1 s of it at work", "swaps"),
+        ((0.0, 0.0, 2.5, 0.5), "2.0 s, 0.0 s of it at work", "was stopped"),
+        ((0.6, 0.6, 0.9, 0.25), "1.2 s, 0.6 s of it at work", "swaps"),
+        ((1.5, 0.0, 3600.0, None), "1.5 s, 0.0 s of it at work", "swaps"),
+    ],
+    ids=["work", "in the turn", "while waiting", "both", "endless wait"],
+)
+def test_a_standstill_is_logged_once(
+    turn: tuple[float, float, float, float | None], seconds: str, cause: str
 ) -> None:
-    """The reason is the limit of descriptors and the remedy."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def use_up(process: LaneProcess) -> None:
-        assert process.link is not None
-        select.select([process.link], [], [], DEADLINE)
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-
-    try:
-        reason = lost(_SENDS_A_DESCRIPTOR, use_up)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert reason.startswith("killed by kvd: the broker could not receive descriptors: ")
-    assert "raise LimitNOFILE (ulimit -n), now " in reason
-
-
-def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What still waits to be sent to it delays nothing; its end is reported."""
-    deaf = tmp_path / "deaf"
-    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
-    deaf.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(deaf))
-    lost: list[tuple[str, str]] = []
-    poller = select.epoll()
-    children = children_of(tmp_path, poller, lost)
-    lane = children.add_lane("host")
-    with (tmp_path / "pool").open("wb") as file:
-        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096, ready=False)
-        children.start_due(pool, 0.0)
-    for _ in range(MORE_THAN_A_SOCKET_TAKES):
-        children.send_to_lane("host", LanePing(), [])
-    assert not poller.poll(0)
-    lane.kill()
-    while lane.running:
-        lane.turn(dict(poller.poll(DEADLINE)), 0.0)
-    assert lost == [("host", "killed by kvd: the daemon stops")]
+    """With what it took and of what kind it was; the turns after it are ordinary ones."""
+    before, line, *after = turns(turn, (0.001, 0.001, 0.25, 0.25), (0.001, 0.001, 0.25, 0.25))
+    assert not before
+    assert f"stood still for {seconds}" in line
+    assert cause in line
+    assert not any(after)

@@ -79,7 +79,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_what_cannot_be_believed_costs_misses(
+def test_an_invalid_reset_file_costs_misses(
     path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that was kept is of before; that is said once, and holds for the next daemon, too."""
@@ -120,48 +120,29 @@ def test_no_write_that_is_cut_short_forgets_a_reset(path: Path, names: list[str]
         assert all(found.salt_of(name) not in salts for name, salts in dropped.items())
 
 
-@pytest.mark.parametrize("change", [Path.unlink, *DAMAGE.values()], ids=["gone", *DAMAGE])
-def test_a_file_that_is_spoilt_while_a_daemon_runs_is_made_anew(
-    path: Path, change: Callable[[Path], object]
-) -> None:
-    """The daemon knows what was in it."""
-    if os.geteuid():
-        pytest.skip("only root can make a file another user's")
-    file = ResetFile(path)
-    file.draw(ONE)
-    change(path)
-    assert file.draw(TWO) == ""
-    assert salts(ResetFile(path)) == salts(file)
-
-
-@pytest.mark.parametrize("made", [False, True])
 def test_a_file_that_cannot_be_written_is_told_to_who_resets(
-    path: Path, made: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each reset is told, the log says it once; what was noted meanwhile is written later."""
+    """Each reset is told, the log says it once; what was noted meanwhile is written later.
+
+    So is what was in a file that is spoilt while the daemon runs.
+    """
 
     def fails(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file = ResetFile(path)
-    if made:
-        file.draw(ONE)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(os, "pwrite", fails)
-        lacks = {file.draw(ONE), file.draw(TWO)}
-    (lack,) = lacks
+        (lack,) = {file.draw(ONE), file.draw(TWO)}
     assert lack.startswith(f"{path} cannot be written: Input/output error; ")
     assert caplog.text.count("cannot be written") == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert file.draw(TWO) == ""
     assert "can be written again" in caplog.text
+    for change in (Path.unlink, DAMAGE["other bytes"], directory, pipe):
+        assert salts(ResetFile(path)) == salts(file)
+        change(path)
+        assert file.draw(TWO) == ""
     assert salts(ResetFile(path)) == salts(file)
-
-
-def test_half_a_write_is_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told as one that failed."""
-    file = ResetFile(path)
-    monkeypatch.setattr(os, "pwrite", lambda *_: 100)
-    assert "only a part was written" in file.draw(ONE)
-    assert not path.exists()

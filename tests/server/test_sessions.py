@@ -4,7 +4,6 @@ import os
 import select
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,6 @@ from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
 from kvd.wire import listener
 from kvd.wire.listener import MAX_STUCK
-from kvd.wire.server import MAX_PER_TURN
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     MAX_TEXT,
@@ -101,28 +99,6 @@ def pipe() -> Iterator[int]:
     close_all(ends)
 
 
-def test_many_new_connections_take_a_bounded_turn(rig: Rig) -> None:
-    """Some are accepted at a time, all in the end."""
-    with ExitStack() as crowd:
-        for _ in range(2 * MAX_PER_TURN):
-            crowd.enter_context(rig.connect())
-        for turn in (1, 2):
-            rig.turn()
-            assert len(rig.sessions) == turn * MAX_PER_TURN
-
-
-def test_what_was_sent_before_the_end_is_served_and_then_the_session_ends(rig: Rig) -> None:
-    """The next session finds nothing of it, however few turns there were."""
-    with rig.connect() as client:
-        rig.turn()
-        client.request(hello("worker", "e"))
-        client.request(Unregister())
-    with rig.connect() as follower:
-        assert isinstance(rig.ask(follower, hello("worker", "e")), Welcome)
-        assert rig.core.state.counts.requests["Unregister"] == 1
-        assert len(rig.sessions) == len(rig.core.state.registry.engines["e"].sessions) == 1
-
-
 def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket(
     rig: Rig,
 ) -> None:
@@ -142,21 +118,6 @@ def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket
     assert rig.core.state.counts.requests["Unregister"] == 1
     assert len(rig.sessions) == 0
     close_all((held, holding))
-
-
-def test_a_peer_that_is_gone_with_notices_unread_ends_its_session_alone(rig: Rig) -> None:
-    """Its end between two turns of the loop ends nothing else."""
-    with rig.connect() as other:
-        with rig.connect():
-            rig.turn()
-            last = max(rig.core.state.registry.sessions)
-            for _ in range(1000):
-                rig.sessions.notify(last, Detached(reason="x" * MAX_TEXT), ())
-            rig.turn()
-            assert len(rig.sessions) == 2
-        rig.settle()
-        assert len(rig.sessions) == 1
-        assert isinstance(rig.ask(other, Ping()), Pong)
 
 
 def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""A rank's memory: what every page must hold, and how a wrong byte is found."""
+"""What the demo's engine is asked to do, and which blocks it holds for it."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,55 @@ from hypothesis import strategies as st
 
 from kvd_client.tickets import ChunkBlocks
 from kvd_tools.demo.workload import (
+    BLOCKS_PER_CHUNK,
     POISON,
     STRIDES,
     USED_BYTES,
     KvMemory,
     chunk_key,
+    conversations,
+    longest_hit,
     page_content,
-    page_seed,
+    step_ends,
+    window_blocks,
 )
+
+
+@given(st.integers(0, 1000))
+def test_a_piece_always_has_the_same_prefix(seed: int) -> None:
+    """In generated prompts a number names a piece together with all that is before it."""
+    before: dict[int, int | None] = {}
+    for prompt in conversations(40, seed):
+        previous = None
+        for piece in prompt:
+            assert before.setdefault(piece, previous) == previous
+            previous = piece
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_steps_go_from_start_to_end(start: int, end: int) -> None:
+    """Steps ascend, begin behind what is there and end with the prompt."""
+    ends = step_ends(start, end)
+    assert ends == sorted(set(ends))
+    assert all(start < e <= end for e in ends)
+    assert (ends[-1] == end) if start < end else not ends
+
+
+@given(st.integers(0, 20), st.dictionaries(st.integers(0, 20), st.integers(0, 1)))
+def test_the_longest_hit_is_longest(prefix: int, first_there: dict[int, int]) -> None:
+    """The window after the answer is there, block for block, and after nothing longer."""
+
+    def there(chunk: int, first: int) -> bool:
+        return chunk in first_there and first_there[chunk] <= first
+
+    def loadable(end: int) -> bool:
+        return all(there(*divmod(block, BLOCKS_PER_CHUNK)) for block in window_blocks(end))
+
+    hit = longest_hit(prefix, there)
+    assert 0 <= hit <= prefix
+    assert loadable(hit)
+    assert not any(loadable(end) for end in range(hit + 1, prefix + 1))
+
 
 PAGE = 256
 NUM_BLOCKS = 8
@@ -42,28 +83,11 @@ def test_other_and_shifted_pages_are_wrong(one: int, other: int, words: int) -> 
     assert (np.roll(page, 8 * words) != page).any()
 
 
-def test_every_coordinate_makes_another_seed() -> None:
-    """Piece, group, rank, tensor and block each change the content."""
-    keys = [chunk_key(1, 0), chunk_key(2, 0), chunk_key(1, 1)]
-    coordinates = [(key, 0, 0, 0) for key in keys]
-    coordinates += [(keys[0], 1, 0, 0), (keys[0], 0, 1, 0), (keys[0], 0, 0, 1)]
-    assert len({page_seed(*place) for place in coordinates}) == len(coordinates)
-
-
 def test_blocks_that_nothing_was_loaded_into_are_wrong() -> None:
     """A load that wrote nothing would be found out."""
     memory = make_memory()
     memory.poison(BLOCKS)
     verified, mismatched = memory.verify(BLOCKS)
-    assert mismatched > 0.98 * verified
-
-
-def test_another_ranks_bytes_are_wrong() -> None:
-    """Content differs between ranks, so mixed up shares are found out."""
-    one, other = make_memory(0), make_memory(1)
-    for mine, theirs in zip(one.pages, other.pages, strict=True):
-        theirs[:] = mine
-    verified, mismatched = other.verify(BLOCKS)
     assert mismatched > 0.98 * verified
 
 
