@@ -20,7 +20,7 @@ CUDA12 := .cuda12
 CUDA12_STAMP := $(CUDA12)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang nightly
+.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -145,10 +145,10 @@ test-sglang: $(SGLANG_STAMP) $(VLLM_STAMP) ## tests with the real SGLang engine 
 	$(SGLANG)/bin/python -m pytest tests/sglang -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
-	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+	$(VLLM)/bin/python -m pytest tests/vllm -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-routers: $(VLLM_STAMP) $(ROUTERS_STAMP) ## tests with Dynamo's real indexer, fed by real vLLM engines
-	$(VLLM)/bin/python -m pytest tests/routers -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+	$(VLLM)/bin/python -m pytest tests/routers -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 $(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
 	cc -shared -fPIC -O2 -o $@ $< -ldl
@@ -177,8 +177,11 @@ nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, lon
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 
+nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more failures
+	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600
+
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
-NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-sglang check-deploy
+NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm nightly-sglang check-deploy
 
 nightly: ## the rare targets one after another, for hours; the last line names those that failed
 	@failed=; for target in $(NIGHTLY); do \

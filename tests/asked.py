@@ -16,12 +16,17 @@ class Asked:
     Args:
         make: what makes the object there; a function or class that can be pickled.
         arguments: of `make`.
+        forked: it begins with what this process has loaded, which takes no second; this one may
+            have neither a driver nor a thread yet.
     """
 
-    def __init__(self, make: Callable[..., Any], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, make: Callable[..., Any], *arguments: object, forked: bool = False) -> None:
+        fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+        context = fork if forked else spawn
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(make, theirs, *arguments), daemon=True)
+        inherited = self._pipe if forked else None
+        given = (make, inherited, theirs, *arguments)
+        self.process = context.Process(target=_serve, args=given, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -47,8 +52,12 @@ class Asked:
         self.kill()
 
 
-def _serve(make: Callable[..., Any], pipe: Connection, *arguments: object) -> None:
+def _serve(
+    make: Callable[..., Any], inherited: Connection | None, pipe: Connection, *arguments: object
+) -> None:
     """The process: does what it is asked until the other end closes, then closes the object."""
+    if inherited is not None:
+        inherited.close()  # the other end, which would stay open with this process
     try:
         made = make(*arguments)
     except BaseException as error:

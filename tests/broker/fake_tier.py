@@ -33,7 +33,8 @@ STEP = 0.05
 class FakeTier:
     """A tier's process: it has chunks by namespace, salt and key, and answers when it is told.
 
-    hangs: it answers nothing. salts: by namespace, what it has noted.
+    hangs: it answers nothing. salts: by namespace, what it has noted. began: of each order, the
+    salt under which it was given.
     """
 
     def __init__(self, bench: "TierBench", index: int) -> None:
@@ -43,6 +44,8 @@ class FakeTier:
         self.salts: dict[bytes, bytes] = {}
         self.told: list[Message] = []
         self.waiting: list[Put | Get | Lookup] = []
+        self.began: dict[int, bytes] = {}
+        self.unopened: list[bytes] = []
         self.hangs = False
         self.spoils: Outcome | None = None
         self.progress = 0
@@ -76,6 +79,7 @@ class FakeTier:
         """Its process ends."""
         bench = self.bench
         self.waiting.clear()
+        self.unopened.clear()
         bench.carry_out(bench.broker.tiering.lost(self.index, "killed", bench.now))
 
     def take(self, message: Message) -> None:
@@ -84,18 +88,20 @@ class FakeTier:
         match message:
             case OpenNamespace(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt or self.salts.get(namespace, b"its own")
-                if not self.hangs:
-                    self.opened(namespace)
+                self.unopened.append(namespace)
+                self.open_namespaces()
             case NewSalt(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt
-                if not self.hangs:
-                    self.say(NamespaceOpened(namespace=namespace, salt=salt))
+                self.unopened.append(namespace)
+                self.open_namespaces()
             case TierPing():
                 self.pinged = True
                 if not self.hangs:
                     self.pong()
             case Put() | Get() | Lookup():
+                assert self.tier.up
                 self.waiting.append(message)
+                self.began[message.number] = self.salts[message.namespace]
             case Drop(namespace=namespace, keys=keys):
                 for key in keys:
                     self.kept.pop((namespace, self.salts[namespace], key), None)
@@ -106,6 +112,11 @@ class FakeTier:
         """It answers a ping."""
         self.pinged = False
         self.say(pong(self.progress))
+
+    def open_namespaces(self) -> None:
+        """It opens what it was told to open, unless it hangs."""
+        while self.unopened and not self.hangs:
+            self.opened(self.unopened.pop(0))
 
     def opened(self, namespace: bytes) -> None:
         """It serves a namespace, and says what it has of it."""
@@ -118,21 +129,25 @@ class FakeTier:
         """It does what it was told, as far as it does not hang; what that was."""
         if self.hangs:
             return []
+        self.open_namespaces()
         if self.pinged:
             self.pong()
         orders, self.waiting = self.waiting, []
         for order in orders:
             self.progress += len(order.keys)
-            self.say(self._done(order))
+            self.say(self.done(order))
         return orders
 
-    def _done(self, order: Put | Get | Lookup) -> BatchResult:
+    def done(self, order: Put | Get | Lookup) -> BatchResult:
+        """It carries out an order; its answer."""
         namespace = order.namespace
         salt = self.salts[namespace]
         outcomes, found = [], []
         for i, key in enumerate(order.keys):
             there = self.kept.get((namespace, salt, key))
-            if isinstance(order, Put):
+            if self.began[order.number] != salt:
+                outcome = Outcome.GONE
+            elif isinstance(order, Put):
                 blocks = order.first.tolist()[i], order.count.tolist()[i], order.groups.tolist()[i]
                 if self.spoils is None:
                     self.kept[namespace, salt, key] = (*blocks, b"")
@@ -209,7 +224,7 @@ class TierBench(Bench):
         """These are READY; nobody has asked for them yet."""
         self.reserve(len(keys) + 1, self.now)
         refs = loans_of(self.table(), self.engine(self.scheduler).number)[: len(keys)]
-        self.begin(list(keys), refs, now=self.now)
+        self.begin(list(keys[: len(refs)]), refs, now=self.now)
         self.share(refs)
         return refs
 

@@ -1,9 +1,10 @@
-"""The circuit breaker of a tier: when it opens and closes."""
+"""When a tier is set aside and tried again, and when a silent process counts as dead."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.broker.children import ChildState
 from kvd.broker.tiers.breaker import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
@@ -37,15 +38,6 @@ def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
     assert breaker.opened == {"late": 1}
 
 
-def test_time_in_which_nobody_watched_is_not_the_tiers() -> None:
-    """A daemon that stood still itself sets nobody aside for it."""
-    breaker = Breaker(LATE)
-    breaker.moved_at = 100.0
-    breaker.excuse(9.0, 109.1)
-    breaker.check(109.1, outstanding=True)
-    assert breaker.closed
-
-
 @pytest.mark.parametrize(("failed", "opens"), [(3, False), (4, True)])
 def test_half_of_the_last_batches_open_it(failed: int, opens: bool) -> None:
     """Four at least, so that one error of a tier that is used little costs nothing."""
@@ -55,14 +47,6 @@ def test_half_of_the_last_batches_open_it(failed: int, opens: bool) -> None:
     for _ in range(failed):
         breaker.batch_ended(2.0, failed=True)
     assert (breaker.state is BreakerState.OPEN) is opens
-
-
-def test_errors_that_are_few_among_many_do_not_open_it() -> None:
-    """Seven of sixteen stay below half, however long that goes on."""
-    breaker = Breaker(LATE)
-    for i in range(160):
-        breaker.batch_ended(float(i), failed=i % 16 >= 9)
-    assert breaker.closed
 
 
 def test_three_corrupt_chunks_in_a_minute_open_it() -> None:
@@ -75,31 +59,6 @@ def test_three_corrupt_chunks_in_a_minute_open_it() -> None:
     assert breaker.closed
     breaker.chunk_corrupt(124.0)
     assert (breaker.state, breaker.opened) == (BreakerState.OPEN, {"corrupt": 1})
-
-
-def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
-    """Not while it has not ended what it had begun."""
-    breaker = opened()
-    states = []
-    for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
-        breaker.check(100.0 + FIRST_PAUSE_SECONDS + after, outstanding=outstanding)
-        states.append(breaker.state)
-    assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.HALF_OPEN]
-
-
-def test_the_state_counts_from_when_use_began_or_ceased() -> None:
-    """From the process that serves, from the first opening, and from the probe that went well."""
-    breaker = Breaker(LATE)
-    breaker.process_changed(50.0)
-    assert breaker.since == 50.0
-    breaker.trip("lost", 100.0, "a test")
-    breaker.process_changed(101.0)
-    breaker.check(102.0, outstanding=False)
-    breaker.batch_ended(103.0, failed=True)
-    breaker.check(104.0, outstanding=False)
-    assert (breaker.state, breaker.since) == (BreakerState.HALF_OPEN, 100.0)
-    breaker.batch_ended(105.0, failed=False)
-    assert breaker.since == 105.0
 
 
 def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() -> None:
@@ -123,18 +82,6 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
     breaker.batch_ended(now, failed=False)
     breaker.trip("lost", now + QUIET_SECONDS, "it ended")
     assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE_SECONDS
-
-
-def test_what_ends_while_it_is_open_says_nothing() -> None:
-    """Batches that were sent before it opened neither close it nor open it again."""
-    breaker = opened()
-    for _ in range(20):
-        breaker.batch_ended(100.1, failed=True)
-    breaker.check(101.0, outstanding=False)
-    breaker.batch_ended(101.0, failed=False)
-    assert breaker.closed
-    breaker.batch_ended(101.1, failed=True)
-    assert breaker.closed
 
 
 @given(
@@ -183,3 +130,47 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
                 FIRST_PAUSE_SECONDS <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE_SECONDS + 1e-6
             )
             assert breaker.reason
+
+
+LIMIT = 8.0
+STEP = 1.0
+
+
+def killed_at(child: ChildState, begin: float, end: float) -> list[float]:
+    """When the checks of a stretch of time say that it has to be killed."""
+    times = [begin + STEP * number for number in range(int((end - begin) / STEP))]
+    return [now for now in times if child.check(now, LIMIT)]
+
+
+def test_a_process_that_never_says_anything_is_killed_once() -> None:
+    """After the limit, counted from its start; the next one is given as long."""
+    child = ChildState()
+    assert not killed_at(child, 0.0, 100.0)  # none was started
+    for start in (100.0, 200.0):
+        child.started(start)
+        assert killed_at(child, start, start + 50.0) == [start + LIMIT + STEP]
+
+
+def test_only_what_is_owed_counts() -> None:
+    """A process may be silent for as long as nobody has asked it; any message is an answer."""
+    child = ChildState()
+    child.started(0.0)
+    child.heard(1.0)
+    assert not killed_at(child, 2.0, 100.0)
+    assert child.ping_due(100.0, STEP)
+    assert not child.ping_due(100.5, STEP)
+    assert child.ping_due(101.0, STEP)  # its answer is owed since the first
+    assert child.silent(103.0) == 3.0
+    child.heard(104.0)
+    assert (child.silent(105.0), child.heard_at) == (0.0, 104.0)
+    child.expect(106.0)
+    assert killed_at(child, 106.0, 150.0) == [106.0 + LIMIT + STEP]
+
+
+def test_a_broker_that_stood_still_counts_a_quarter_of_the_limit() -> None:
+    """So a process is not killed for it, and one that never answers is in the end."""
+    child = ChildState()
+    child.started(0.0)
+    child.check(0.0, LIMIT)
+    pauses = [1000.0 * number for number in range(1, 10)]
+    assert [now for now in pauses if child.check(now, LIMIT)] == [5000.0]

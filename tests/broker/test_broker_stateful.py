@@ -2,7 +2,6 @@
 
 import json
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -44,6 +43,7 @@ from kvd_proto.messages import (
 )
 from tests.broker.brokers import CUDA, PAGE, hello, make_broker
 from tests.broker.lane_rules import DEVICE, IDLE_SECONDS, LaneRules
+from tests.exploring import explored
 from tests.layouts import flat_layout
 
 WORLD = 2
@@ -400,13 +400,4 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
 
 
 TestBroker = BrokerMachine.TestCase
-TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-
-
-def test_errors_are_never_silent() -> None:
-    """A request that has no place now is refused with a code and a sentence."""
-    machine = BrokerMachine()
-    session = machine.connect("a", "tool")
-    reply = machine.ask(session, hello("tool", "a"))
-    assert isinstance(reply, Error)
-    assert "HELLO in state welcomed" in reply.text
+TestBroker.settings = explored(25, 50)

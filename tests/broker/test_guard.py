@@ -8,12 +8,10 @@ from msgspec.structs import replace
 from kvd.broker.tiers.breaker import BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
-from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
-from kvd.cache.tier_table import TierTable
-from kvd.errors import IntegrityError
+from kvd.broker.tiers.tiering import Tiering
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Get, Lookup
-from kvd_proto.directory import LookupResult
+from kvd_proto.directory import LookupResult, SlotState
 from tests.broker.fake_tier import TierBench, done
 from tests.daemon.hidden import assert_hidden
 
@@ -85,7 +83,7 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
 ) -> None:
     """Once, anywhere: the log has a trace, nothing is left over, and chunks come up afterwards."""
     bench = TierBench(DISK, "memory:")
-    disk, tiering = bench.fakes[0], bench.broker.tiering
+    disk = bench.fakes[0]
     bench.keep(b"a", b"b")
     fault = Fault(monkeypatch, *place)
     bench.evict()
@@ -111,8 +109,6 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
     assert bench.below(b"d") == 3
     stats = bench.table().slots.stats()
     assert (stats["writing"], stats["draining"]) == (0, 0)
-    assert tiering.promotion._filling == {}
-    assert all(not state.get_bytes for state in tiering.promotion._states.values())
     bench.check()
 
 
@@ -140,21 +136,12 @@ def test_slots_that_a_tier_may_still_write_wait_for_its_end(
     bench.turn(40.0)  # longer than anybody waits for a slot that a tier fills
     bench.carry_out(bench.broker.tick(bench.now))
     slots = bench.table().slots
-    assert set(slots._draining) == {*first.slots.tolist(), *second.slots.tolist()}
+    draining = {*first.slots.tolist(), *second.slots.tolist()}
+    assert set(slots.directory.slots_in(SlotState.DRAINING)) == draining
     assert bench.lookup(b"a", b"b") == [MISS, MISS]
     disk.end()
     assert slots.stats()["draining"] == slots.stats()["writing"] == 0
     bench.check()
-
-
-def test_an_order_to_end_a_process_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decision had ordered before it failed is ordered again."""
-    bench = TierBench(DISK)
-    (disk,) = bench.fakes
-    disk.hangs = True
-    Fault(monkeypatch, Tiering, "_kill")
-    bench.turn(STUCK_SECONDS + 2.0)
-    assert bench.killed == [0]
 
 
 def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,39 +179,4 @@ def test_a_fault_that_stays_is_told_after_growing_pauses(monkeypatch: pytest.Mon
     assert 5 <= len(faults_told(bench)) <= 20
     bench.seek(b"a")
     assert bench.lookup(b"a") == [MISS]
-    bench.check()
-
-
-@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_health")])
-def test_a_fault_that_comes_again_while_tiers_begin_anew(
-    place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What failed in a decision fails once more on the guard's way out: the daemon goes on."""
-    bench = TierBench(DISK)
-    live(bench, 1.0)
-    fault = Fault(monkeypatch, *place, times=2)
-    bench.fakes[0].tier.speed.bytes_per_second = 5  # so there is something to publish
-    live(bench, 5.0)
-    assert fault.left == 0
-    assert bench.fakes[0].tier.up
-
-
-def test_a_slot_that_cannot_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that disagrees with itself costs the tier's process, and not the daemon."""
-    bench = TierBench(DISK)
-    (disk,) = bench.fakes
-    bench.keep(b"a", b"b")
-    bench.evict()
-    disk.hangs = True
-    bench.seek(b"a")
-
-    def refuse(*_: object) -> None:
-        raise IntegrityError("not in the policy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.table().slots, "give_up", refuse)
-        live(bench, 20.0)
-    disk.hangs = False
-    live(bench, 10.0)
-    assert disk.tier.up
     bench.check()

@@ -25,7 +25,6 @@ from kvd.wire.link import (
     ImportWorker,
     LaneFailed,
     LanePong,
-    PoolUsable,
     Released,
     ReleaseWorker,
     StopLane,
@@ -42,7 +41,6 @@ from kvd_proto.messages import (
 from tests.broker.brokers import (
     CUDA,
     join,
-    lane_ready,
     lane_up,
     make_broker,
     mapped,
@@ -72,22 +70,6 @@ def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
     lane_up(broker, CUDA, incarnation=incarnation)
     done = mapped(broker, session, CUDA)
     assert answers(done) == [Registered]
-
-
-def test_the_first_worker_of_a_device_starts_its_lane(broker: Broker) -> None:
-    """One lane for all workers of a device; the daemon stays ready while it starts."""
-    serve(broker, join(broker, "worker", "one"))
-    again = broker.request(join(broker, "worker", "two"), 2, register(CUDA), 0.0, 2)
-    assert not [effect for effect in again if isinstance(effect, StartLane)]
-    assert list(broker.state.lanes) == ["host", CUDA]
-
-
-def test_a_registration_that_cannot_be_served_takes_no_device_away(broker: Broker) -> None:
-    """Refused for its layout as the first of a device, it leaves the lane to who comes next."""
-    wrong = replace(register(CUDA), layout=replace(register(CUDA).layout, hash_block_size=7))
-    session = join(broker)
-    assert "hash block size 7" in refusal(broker.request(session, 2, wrong, 0.0, 2)).text
-    serve(broker, session)
 
 
 def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
@@ -133,39 +115,6 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     assert StartLane(CUDA) in broker.request(sessions[0], 4, register(CUDA), FAILED_SECONDS + 1, 2)
 
 
-def test_a_lane_that_dies_at_its_start_may_be_tried_again(broker: Broker) -> None:
-    """Without a word of its own the refusal says how it ended, and that is no verdict."""
-    broker.request(join(broker), 2, register(CUDA), 0.0, 2)
-    error = refusal(broker.supervision.lost(CUDA, "killed by signal 11"))
-    assert error.code is ErrorCode.LANE_LOST
-    assert "killed by signal 11" in error.text
-    assert CUDA not in broker.state.lanes
-
-
-def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
-    """It stays while it lives, and is not replaced; what it has done stays counted."""
-    session = join(broker)
-    serve(broker, session)
-    broker.lost(session)
-    assert CUDA in broker.state.lanes
-    pong = LanePong(counters={"store_bytes": 4096})
-    broker.supervision.received(CUDA, pong, 0.0)
-    assert DropLane(CUDA) in broker.supervision.lost(CUDA, "exit status 0")
-    totals = status_report(broker.state, 1, "test", 0.0)["counters"]
-    assert (totals["store_bytes"], totals["restarts"]) == (4096, 1)
-
-
-def test_a_release_ends_with_its_own_lane(broker: Broker) -> None:
-    """A worker that leaves while lanes die is answered once, by the end of the one that had it."""
-    session = join(broker)
-    serve(broker, session)
-    assert not replies(broker.request(session, 3, Unregister(), 0.0))
-    assert not replies(broker.supervision.lost("host", "killed by signal 9"))
-    effects = broker.supervision.lost(CUDA, "killed by signal 9")
-    assert answers(effects) == [Ok]
-    assert effects[-1] == DropLane(CUDA)
-
-
 def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     broker: Broker,
 ) -> None:
@@ -199,19 +148,6 @@ def test_a_late_answer_to_a_registration_is_not_that_of_the_next(
     assert replies(mapped(broker, session, CUDA, attempt=1))
 
 
-def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> None:
-    """A lane that is lost and cannot start now is tried again for them, newcomers are refused."""
-    serve(broker, join(broker, "worker", "old"))
-    broker.supervision.lost(CUDA, "killed by signal 9")
-    new = join(broker, "worker", "new")
-    assert not replies(broker.request(new, 2, register(CUDA), 0.0, 2))
-    broker.supervision.received(CUDA, LaneFailed(error="the device is lost"), 0.0)
-    effects = broker.supervision.lost(CUDA, "exit status 1")
-    assert refusal(effects).text == "the device is lost"
-    assert CUDA in broker.state.lanes
-    assert broker.state.lanes[CUDA].child.last_error == "the device is lost"
-
-
 def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:
     """A registration that would need one lane too many is refused."""
     for index in range(MAX_CUDA_LANES):
@@ -222,24 +158,6 @@ def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:
     error = refusal(broker.request(join(broker, "worker", "more"), 2, register(CUDA), 0.0, 2))
     assert error.code is ErrorCode.LIMIT
     assert CUDA in error.text
-
-
-def test_silence_counts_only_while_the_broker_listens(broker: Broker) -> None:
-    """After a pause of its own the broker kills no lane; one that stays silent it does."""
-    timeout = broker.state.settings.lane_timeout_seconds
-    effects = broker.tick(0.1) + broker.tick(100.0)
-    assert not [effect for effect in effects if isinstance(effect, KillLane)]
-    times = [100.0 + timeout * part / 4 for part in range(1, 9)]
-    killed = [now for now in times for e in broker.tick(now) if isinstance(e, KillLane)]
-    assert len(killed) == 1
-    assert killed[0] > 100.0 + timeout / 2
-
-
-def test_a_slow_broker_still_notices_a_silent_lane(broker: Broker) -> None:
-    """However long each turn of the broker takes, a lane that never answers is killed."""
-    effects = [effect for turn in range(20) for effect in broker.tick(turn * 100.0)]
-    (killed,) = [effect for effect in effects if isinstance(effect, KillLane)]
-    assert killed.reason.startswith("did not report for ")
 
 
 def importing(broker: Broker, session: Session) -> None:
@@ -276,40 +194,6 @@ def test_memory_that_ended_two_lanes_is_not_mapped_again(broker: Broker) -> None
     assert imports(broker.request(other, 2, register(CUDA), 1.0, 2)) == [other.number]
     later = FATAL_IMPORT_SECONDS + 1.0
     assert imports(broker.request(anew, 4, register(CUDA), later, 2)) == [anew.number]
-
-
-def test_a_registered_worker_whose_memory_ends_lanes_stays_without_one(broker: Broker) -> None:
-    """After its second end of a lane the next one maps all others; its engine reads why, once."""
-    bad, good = (join(broker, "worker", name) for name in ("bad", "good"))
-    serve(broker, bad)
-    broker.request(good, 2, register(CUDA), 0.0, 2)
-    mapped(broker, good, CUDA)
-    broker.supervision.lost(CUDA, "killed by signal 9")
-    told: list[Notify] = []
-    for incarnation in (3, 4):
-        assert imports(lane_up(broker, CUDA, incarnation=incarnation)) == [bad.number, good.number]
-        importing(broker, bad)
-        effects = broker.supervision.lost(CUDA, "killed by signal 11")
-        told += [effect for effect in effects if isinstance(effect, Notify)]
-    (notice,) = told
-    assert notice.session == bad.number
-    assert isinstance(notice.message, Detached)
-    assert "ended 2 times while it mapped" in notice.message.reason
-    assert imports(lane_up(broker, CUDA, incarnation=5)) == [good.number]
-    assert bad.engine is not None
-    assert not bad.engine.served
-
-
-def test_a_lane_that_answers_clears_the_worker(broker: Broker) -> None:
-    """Two ends of lanes count only where no lane mapped or refused the memory between them."""
-    session = join(broker)
-    serve(broker, session)
-    for incarnation in (3, 4, 5):
-        importing(broker, session)
-        broker.supervision.lost(CUDA, "killed by signal 11")
-        assert imports(lane_up(broker, CUDA, incarnation=incarnation)) == [session.number]
-        importing(broker, session)
-        mapped(broker, session, CUDA)
 
 
 def events(effects: list[Effect]) -> list[LogEvent]:
@@ -358,80 +242,6 @@ def test_a_lane_without_engines_ends_after_a_while(idle: Broker) -> None:
     assert effects[-1] == DropLane(CUDA)
     totals = status_report(idle.state, 1, "test", 200.0)["counters"]
     assert (totals["store_bytes"], totals["restarts"]) == (4096, 0)
-
-
-def test_a_lane_that_a_session_waits_for_or_leaves_does_not_end(broker: Broker) -> None:
-    """Registering and unregistering are use, however long they take."""
-    session = join(broker)
-    broker.request(session, 2, register(CUDA), 0.0, 2)
-    lane_up(broker, CUDA, incarnation=2)
-    assert not watch(broker, 0, 400)
-    mapped(broker, session, CUDA)
-    broker.request(session, 3, Unregister(), 0.0)
-    assert not watch(broker, 400, 800)
-    broker.supervision.received(CUDA, Released(session=session.number), 800.0)
-    assert [at for at, _ in watch(broker, 801, 1200)] == [1101]
-
-
-def test_a_lane_that_came_too_late_for_its_worker_waits_for_another(broker: Broker) -> None:
-    """The time without engines counts from the lane's start."""
-    session = join(broker)
-    broker.request(session, 2, register(CUDA), 0.0, 2)
-    broker.lost(session)
-    broker.supervision.received(CUDA, lane_ready(), 1000.0)
-    assert [at for at, _ in watch(broker, 1001, 1400)] == [1301]
-
-
-def test_a_worker_that_comes_while_its_lane_ends_gets_the_next_one(idle: Broker) -> None:
-    """The lane that ends takes no worker; the process after it does."""
-    watch(idle, 101, 140)
-    session = join(idle, "worker", "late")
-    effects = idle.request(session, 2, register(CUDA), 140.0, 2)
-    assert not [effect for effect in effects if isinstance(effect, ToLane | StartLane)]
-    assert not replies(effects)
-    ended = idle.supervision.lost(CUDA, "exit status 0")
-    assert not [effect for effect in ended if isinstance(effect, DropLane)]
-    assert not replies(ended)
-    assert imports(lane_up(idle, CUDA, incarnation=3)) == [session.number]
-
-
-def test_a_lane_that_cannot_pin_ends_after_a_while_and_the_next_one_tries(broker: Broker) -> None:
-    """Registered sessions do not keep it: the next process gets their memory."""
-    session = join(broker)
-    serve(broker, session)
-    broker.supervision.received(CUDA, PoolUsable(usable_bytes=0, error="no memory"), 0.0)
-    assert [at for at, _ in watch(broker, 1, 400)] == [301]
-    ended = broker.supervision.lost(CUDA, "exit status 0")
-    assert "could not pin the pool; the next one tries again" in events(ended)[0].text
-    assert not [effect for effect in ended if isinstance(effect, DropLane)]
-    assert imports(lane_up(broker, CUDA, incarnation=3)) == [session.number]
-
-
-def test_a_lane_that_loses_its_device_is_replaced_and_its_reason_kept(broker: Broker) -> None:
-    """The reason is in the log and the status; who registers next waits for the next process."""
-    serve(broker, join(broker))
-    told = broker.supervision.received(CUDA, LaneFailed(error="the device is lost"), 1.0)
-    assert told == [KillLane(CUDA, "the device is lost")]
-    ended = broker.supervision.lost(CUDA, "killed by kvd: the device is lost")
-    assert events(ended)[-1].text == f"lane {CUDA} is lost: the device is lost"
-    late = broker.request(join(broker, "worker", "late"), 2, register(CUDA), 2.0, 2)
-    assert not replies(late)
-
-
-@pytest.mark.parametrize("reason", ["killed by signal 11", "exit status 1"])
-def test_a_lane_that_fails_while_it_ends_is_an_error(idle: Broker, reason: str) -> None:
-    """Only an exit with status 0 is what it was told."""
-    watch(idle, 101, 140)
-    assert ("error", f"lane {CUDA} is lost: {reason}") in [
-        (event.level, event.text) for event in events(idle.supervision.lost(CUDA, reason))
-    ]
-
-
-def test_a_lane_that_hangs_while_it_ends_is_killed(idle: Broker) -> None:
-    """It is pinged as before, and silence has the same end."""
-    watch(idle, 101, 140)
-    effects = [effect for tick in range(141, 151) for effect in idle.supervision.watch(float(tick))]
-    assert CUDA in {effect.device for effect in effects if isinstance(effect, KillLane)}
 
 
 def test_a_stop_waits_for_jobs_and_then_for_memory_that_is_unpinned(broker: Broker) -> None:

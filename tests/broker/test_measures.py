@@ -1,20 +1,21 @@
-"""What the broker measures: recent maxima, progress, events, lookups."""
+"""What the broker measures, and what it forecasts from that."""
 
+import math
 from dataclasses import fields
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.broker import lookup_counts
-from kvd.broker.effects import LogEvent
-from kvd.broker.state import MAX_EVENTS
-from kvd.metrics import schema
-from kvd.metrics.counts import LookupCounts
+from kvd.broker.broker import event_counts, lookup_counts
+from kvd.broker.forecast import MIN_REQUESTS, Forecast
+from kvd.cache.miss_curve import MissCurve
+from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd.metrics.declare import Progress, RecentMax
-from kvd_proto.messages import Lookups, Ping
-from tests.broker.brokers import make_broker
-from tests.broker.test_steps import Bench
+from kvd_proto.messages import KvEvents, Lookups, Ping, Status, StatusReport
+from tests.broker.brokers import join, make_broker, replies
 
 MOST = 2**63 - 1
 
@@ -55,17 +56,6 @@ def test_seconds_left_follow_the_rate_of_the_last_seconds(
     assert found == (left if left is None else pytest.approx(left, rel=0.1))
 
 
-def test_events_are_numbered_and_bounded() -> None:
-    """The last ones are kept, with numbers that tell how many there were."""
-    broker = make_broker()
-    for i in range(MAX_EVENTS + 5):
-        broker.record_event(LogEvent(f"event {i}", "warning"), float(i))
-    recent = broker.state.events
-    assert [event.number for event in recent] == list(range(6, MAX_EVENTS + 6))
-    last = MAX_EVENTS + 4
-    assert recent[-1] == schema.EventStatus(last + 1, float(last), "warning", f"event {last}")
-
-
 def said(*totals: int, tokens: bool = True) -> Lookups:
     """What a session says, in the order of `LookupCounts`; the rest is 0."""
     names = [each.name for each in fields(LookupCounts)]
@@ -99,28 +89,118 @@ def test_lookups_count_once_however_often_they_are_said(
     assert total == LookupCounts(*grown)
 
 
-def test_keys_are_no_tokens() -> None:
-    """A session that counts no tokens adds none, however many keys it has looked up."""
-    known, total = LookupCounts(), LookupCounts()
-    total.add(known.catch_up(lookup_counts(said(5, 3, tokens=False))))
-    total.add(known.catch_up(lookup_counts(said(9, 4, tokens=False))))
-    assert total == LookupCounts(9, 4)
-
-
-def test_tokens_of_an_outage_are_none_that_were_looked_up() -> None:
-    """Also where the total does not have them: the forecast counts no tokens below zero."""
-    bench = Bench()
-    curve = bench.table().curve
-    assert curve is not None
-    for tokens, detached in ((1_000, 50_000), (52_000, 51_000)):
-        lookups = Lookups(chunks=0, hit_chunks=0, tokens=tokens, detached_tokens=detached)
-        bench.broker.request(bench.scheduler, 9, Ping(lookups=lookups), 5.0)
-    assert curve.lookup_tokens == 50_000
-
-
 def test_totals_stay_within_a_message() -> None:
     """However much sessions claim, the report can still be sent."""
     total = LookupCounts()
     for _ in range(3):
         total.add(LookupCounts().catch_up(lookup_counts(said(MOST, MOST, MOST, MOST))))
     assert total == LookupCounts(MOST, MOST, MOST, MOST)
+
+
+def told(published: int, snapshots: int = 1, overruns: int = 0, lag_us: int = 0) -> KvEvents:
+    """The figures that a Ping carries."""
+    return KvEvents(published=published, snapshots=snapshots, overruns=overruns, lag_us=lag_us)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), max_size=20), st.data())
+def test_events_count_once_however_often_they_are_told(
+    steps: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """Totals told twice, late or out of order add up to the greatest that was told."""
+    grown, reports = (0, 0, 0), []
+    for step in steps:
+        grown = (grown[0] + step[0], grown[1] + step[1], grown[2] + step[2])
+        reports.append(told(*grown))
+    known, published = EventCounts(), EventCounts()
+    for report in data.draw(st.permutations(reports * 2)):
+        published.add(known.catch_up(event_counts(report)))
+    assert published == EventCounts(*grown)
+
+
+POOL = 64
+SIZES = (16, 32, 48, 64, 80, 96, 128, 192, math.inf)
+
+
+class KnownCurve(MissCurve):
+    """A curve of 1,000 requests of one key each, with these hits by size; the last has no limit."""
+
+    def __init__(self, **percent: float) -> None:
+        super().__init__(POOL)
+        self._sizes = [0.0, *(float(name.removeprefix("at_")) for name in percent)]
+        self._ratios = [0.0, *(value / 100 for value in percent.values())]
+        self.requests = self.asked = 1000.0
+        self.tokens_per_key = 16.0
+
+    def hit_ratio(self, chunks: float) -> float:
+        """By straight lines between the sizes."""
+        return float(np.interp(chunks, self._sizes, self._ratios))
+
+    def missed_depth(self, chunks: float) -> float:
+        """The deeper the more memory there is, as where shallow keys are found first."""
+        return min(chunks, 1e6)
+
+
+def test_now_is_what_was_measured() -> None:
+    """Less memory in proportion to the hits now, more of it to what is left up to the ceiling."""
+    curve = KnownCurve(at_32=20, at_64=40, at_128=70, at_192=80)
+    curve.note_lookups(16_000, 8_000, 0.0)
+    forecast = Forecast(curve, POOL)
+    assert forecast.is_known
+    assert forecast.hit_ratio_now == forecast.hit_ratio(POOL) == 0.5
+    assert forecast.hit_ratio(POOL / 2) == pytest.approx(0.25)
+    assert forecast.hit_ratio(2 * POOL) == pytest.approx(0.5 + 0.3 * 3 / 4)
+    assert forecast.hit_ratio(math.inf) == forecast.ceiling == pytest.approx(0.8)
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=4, max_size=4),
+    st.floats(0, 1),
+    st.integers(1, 32_000),
+)
+def test_more_memory_never_finds_less(percent: list[float], hit_ratio: float, tokens: int) -> None:
+    """Whatever was measured: hits rise up to the ceiling, prefill seconds fall."""
+    names = ("at_32", "at_64", "at_128", "at_192")
+    curve = KnownCurve(**dict(zip(names, sorted(percent), strict=True)))
+    curve.note_lookups(0, 0, 0.0)
+    curve.note_lookups(tokens, int(tokens * hit_ratio), 1800.0)
+    forecast = Forecast(curve, POOL)
+    ratios = [forecast.hit_ratio(size) for size in SIZES]
+    ends = [0.0, *ratios, forecast.ceiling, 1.0]
+    assert all(smaller <= larger + 1e-9 for smaller, larger in pairwise(ends))
+    seconds = forecast.prefill_seconds(SIZES, 0.001)
+    assert all(larger <= smaller for smaller, larger in pairwise(seconds))
+
+
+def test_too_little_is_no_forecast() -> None:
+    """Few requests; and hits that the curve does not know, as of chunks from before a restart."""
+    curve = KnownCurve(at_64=50)
+    curve.requests = MIN_REQUESTS - 1
+    assert not Forecast(curve, POOL).is_known
+    restarted = KnownCurve(at_64=0)
+    restarted.note_lookups(16_000, 8_000, 0.0)
+    assert not Forecast(restarted, POOL).is_known
+    assert Forecast(KnownCurve(at_64=0), POOL).is_known
+
+
+def test_the_report_says_which_engine_published_how_much() -> None:
+    """By what their schedulers report; the sums include engines that have left."""
+    broker = make_broker()
+    schedulers = [join(broker, "scheduler", name) for name in ("a", "b")]
+    worker = join(broker, "worker", "a")
+    for session, report in zip(
+        [*schedulers, worker], [told(70, lag_us=1500), told(30, 2, 1), told(900)], strict=True
+    ):
+        broker.request(session, 5, Ping(kv_events=report), 1.0)
+    broker.lost(schedulers[1])
+    (reply,) = replies(broker.request(schedulers[0], 6, Status(), 3.0))
+    assert isinstance(reply.message, StatusReport)
+    status = reply.message.status
+    (engine,) = status["engines"]
+    assert engine["published"] == {
+        "kv_events": 70,
+        "kv_event_snapshots": 1,
+        "kv_event_overruns": 0,
+        "lag_max_seconds": 0.0015,
+    }
+    sums = [status["counters"][f"kv_event{what}"] for what in ("s", "_snapshots", "_overruns")]
+    assert sums == [100, 3, 1]

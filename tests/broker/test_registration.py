@@ -5,35 +5,28 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.admission import check_layout, check_rank
+from kvd.broker.admission import check_layout
 from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, LogEvent, Notify, OpenPool, Reply, ToLane
+from kvd.broker.effects import Effect, LogEvent, OpenPool, ToLane
 from kvd.broker.registration import MAX_CHECKED_AT_ONCE
-from kvd.broker.sessions import Engine, Registry, Session
+from kvd.broker.sessions import Registry
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.errors import Refusal
-from kvd.wire.link import BindWorker, ImportWorker
+from kvd.wire.link import ImportWorker
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import (
-    Attached,
-    Detached,
     Error,
     ErrorCode,
     Fingerprint,
-    LaneUp,
-    Message,
     Register,
     Registered,
-    Step,
-    Stepped,
 )
 from tests.broker import brokers
 from tests.broker.brokers import (
     CUDA,
     PAGE,
-    hello,
     join,
     lane_up,
     make_broker,
@@ -127,16 +120,6 @@ def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     assert opened(broker.request(join(broker), 2, register(rank=1), 0.0, 2))
 
 
-@pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
-def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
-    """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
-    broker = unsized()
-    asked = broker.request(join(broker), 2, register(world_size=1), 0.0, 2)
-    lines = events(size_pool(broker, asked, kept=kept))
-    assert broker.state.pool_bytes == size
-    assert ("the kept pool" in lines[0]) == (size == kept)
-
-
 def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     """No memory for one chunk: every rank gets the arithmetic, and nothing stays pending."""
     broker = unsized()
@@ -222,15 +205,6 @@ def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
     assert broker.state.namespaces is None
 
 
-def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
-    """A rank that says otherwise than the first is refused, and both words are named."""
-    engine = Engine(1, "e", 0)
-    first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
-    message = replace(register(), rank=1, temporary=True)
-    with pytest.raises(Refusal, match="temporary = True, the engine's other ranks have False"):
-        check_rank(engine, message, {0: first})
-
-
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
     """Model, shape, contents and world size count, being temporary, and users who do not share."""
     lasting = register()
@@ -306,86 +280,6 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
             assert len(namespaces) == 1
 
 
-def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
-    """A broker with two lanes, each of which is about to map a rank of one engine."""
-    broker = make_broker(devices=["host", CUDA])
-    ranks = (join(broker), join(broker))
-    for rank, device in enumerate(("host", CUDA)):
-        lane_up(broker, device)
-        asked = replace(register(), rank=rank, device=device)
-        broker.request(ranks[rank], 2, asked, 0.0, 2)
-    return broker, ranks
-
-
-def notified(effects: list[Effect]) -> set[tuple[type[Message], int]]:
-    """Who gets which notice."""
-    return {(type(e.message), e.session) for e in effects if isinstance(e, Notify)}
-
-
-def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
-    """The engine attaches without it; no lane that is down is told anything."""
-    broker, ranks = two_lanes()
-
-    def orders(effects: list[Effect]) -> list[tuple[str, type[Message], int]]:
-        told = [e for e in effects if isinstance(e, ToLane)]
-        return [(e.device, type(e.message), e.message.session) for e in told]  # type: ignore[attr-defined]  # of a worker, all of them
-
-    mapped(broker, ranks[0])
-    broker.supervision.lost("host", "killed")
-    attaching = mapped(broker, ranks[1], CUDA)
-    assert ranks[0].engine is not None
-    assert ranks[0].engine.attached
-    assert orders(attaching) == [(CUDA, BindWorker, ranks[1].number)]
-    # What would be found could not be loaded.
-    assert notified(attaching) == {(LaneUp, ranks[1].number)}
-    back = lane_up(broker, usable_bytes=2**20)
-    assert orders(back) == [("host", ImportWorker, ranks[0].number)]
-    bound = mapped(broker, ranks[0])
-    assert orders(bound) == [("host", BindWorker, ranks[0].number)]
-    attached = {(Attached, session.number) for session in ranks}
-    assert notified(bound) == {(LaneUp, ranks[0].number), *attached}
-
-
-@pytest.mark.parametrize("device", ["host", CUDA])
-def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str) -> None:
-    """All its sessions hear of it once, also one that comes then; slots and leases are refused."""
-    broker, ranks = two_lanes()
-    for lane, session in zip(("host", CUDA), ranks, strict=True):
-        mapped(broker, session, lane)
-    lost = broker.supervision.lost(device, "killed by signal 9")
-    assert notified(lost) == {(Detached, session.number) for session in ranks}
-    notices = [effect.message for effect in lost if isinstance(effect, Notify)]
-    reason = f"lane {device} is lost (killed by signal 9), until another one serves"
-    assert notices == [Detached(reason=reason)] * 2
-    assert notified(broker.supervision.lost(device, "killed again")) == set()
-    late = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
-    assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
-    error = refusal(broker.request(late, 2, Step(wanted=8), 0.0))
-    assert error.code is ErrorCode.LANE_LOST
-    assert f"lane {device} of rank" in error.text
-    back = ranks[device == CUDA]
-    assert notified(lane_up(broker, device)) == set()
-    served = mapped(broker, back, device)
-    attached = {(Attached, session.number) for session in (*ranks, late)}
-    assert notified(served) == {(LaneUp, back.number), *attached}
-    (reply,) = replies(broker.request(late, 3, Step(wanted=8), 0.0))
-    assert isinstance(reply.message, Stepped)
-
-
-def test_a_worker_hears_of_its_lane_then_that_it_is_registered_then_that_it_is_attached() -> None:
-    """The token for the lane is the session's, which the lane was told before."""
-    broker = make_broker()
-    lane_up(broker)
-    session = join(broker)
-    (order,) = broker.request(session, 2, register(world_size=1), 0.0, 2)
-    assert isinstance(order, ToLane)
-    assert isinstance(order.message, ImportWorker)
-    sent = [e.message for e in mapped(broker, session) if isinstance(e, Reply | Notify)]
-    assert [type(message) for message in sent] == [LaneUp, Registered, Attached]
-    assert isinstance(sent[0], LaneUp)
-    assert sent[0].token == order.message.token == session.token
-
-
 @pytest.mark.parametrize(("device", "served"), [("host", False), (CUDA, True)])
 def test_only_a_worker_whose_handles_name_no_descriptor_may_send_none(
     device: str, *, served: bool
@@ -414,29 +308,3 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     assert f"fingerprint.{field} {name!r}" in error.text
     assert f"U+{ord(odd):04X}" in error.text
     assert error.text.isprintable()
-
-
-def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:
-    """HELLO with an escape in the engine's name is refused, and no engine comes to be."""
-    broker = unsized()
-    session = broker.connected(bytes(16), Peer(1, 0, 0))
-    error = refusal(broker.request(session, 1, hello(engine="e\x1b"), 0.0))
-    assert "engine 'e\\x1b'" in error.text
-    assert not broker.state.registry.engines
-
-
-def test_a_refused_registration_is_one_line_of_the_log() -> None:
-    """However often a worker asks again, the reason is said once; another reason is news."""
-    broker = unsized()
-    session = join(broker)
-    lines = []
-    for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
-        message = replace(register(), device=device)
-        effects = broker.request(session, request_id, message, 0.0, 2)
-        assert len(replies(effects)) == 1
-        lines += events(effects)
-    assert [line.split(" is refused")[0] for line in lines] == [
-        "engine e worker (pid 1): rank 0 on 'tpu:0'",
-        "engine e worker (pid 1): rank 0 on 'tpu:1'",
-    ]
-    assert "'tpu:0' is not served here" in lines[0]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, ToLane
 from kvd.broker.operations import apply_live_settings
-from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.sources import LoadedSettings
@@ -78,14 +77,6 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     (event,) = [effect for effect in effects if isinstance(effect, LogEvent)]
     assert "uid 5 pid 77" in event.text
     assert "lease_seconds = 1.0 (was 60.0)" in event.text
-
-
-def test_quotas_change_live(broker: Broker) -> None:
-    """A cap that is read from the file holds in the pool at once, and is reported."""
-    reload(broker, read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
-    assert status_report(broker.state, 1, "test", 0.0)["pool"]["quotas"] == [
-        {"model": "llama", "floor_bytes": 2**18, "cap_bytes": 2**19, "held_bytes": 0}
-    ]
 
 
 def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:

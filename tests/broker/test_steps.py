@@ -1,7 +1,5 @@
 """A scheduler's step: what it says is carried out, and what the broker lends."""
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +9,6 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ghosts import GhostCause
-from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.directory import LookupResult
 from kvd_proto.jobs import IntArray
@@ -141,9 +137,9 @@ def watch_uses(table: ChunkTable) -> list[tuple[object, ...]]:
     uses = list[tuple[object, ...]]()
     finish = table.finish_request
 
-    def finish_request(keys: Sequence[bytes], prompt: int, label: int, now: float) -> None:
-        uses.append((keys, prompt, label, now))
-        finish(keys, prompt, label, now)
+    def finish_request(keys: Sequence[bytes], num_prompt: int, label: int, now: float) -> None:
+        uses.append((keys, num_prompt, label, now))
+        finish(keys, num_prompt, label, now)
 
     table.finish_request = finish_request  # type: ignore[method-assign]
     return uses
@@ -179,50 +175,6 @@ def test_a_step_does_all_that_it_says() -> None:
     bench.broker.state.check_integrity()
 
 
-def test_what_was_missed_is_explained_before_the_step_stores_it() -> None:
-    """A key that the same step begins to store counts as never seen, and not as being stored."""
-    bench = Bench()
-    refs, _ = bench.step(wanted=2)
-    bench.begin([b"a"], refs[:1], missed=(b"a",))
-    counts = bench.table().counts
-    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1}
-    bench.step(missed=(b"a",))
-    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1, MissReason.BEING_STORED: 1}
-
-
-def test_the_store_of_a_step_comes_before_its_pins() -> None:
-    """A chunk whose slot the step gives away is pinned no more; it was the scheduler's own loan."""
-    bench = Bench(chunks=4)
-    loans = bench.reserve(4)
-    bench.begin([b"%d" % number for number in range(4)], loans)
-    bench.share(loans)
-    (ref,), _ = bench.step(wanted=1, refused=1)
-    old = next(each for each in loans if each[0] == ref[0])
-    bench.begin([b"new"], [ref], pins=(pin(1, [old]),))
-    table = bench.table()
-    assert table.directory.lookup(b"new") is LookupResult.HIT_PENDING
-    assert (table.counts.pins_late, table.counts.stores_lost) == (1, 0)
-    bench.broker.state.check_integrity()
-
-
-def test_a_pin_of_another_engine_ends_a_loan() -> None:
-    """The step that gives the slot away, sent meanwhile, loses that store and nothing else."""
-    bench = Bench(chunks=4)
-    loans = bench.reserve(4)
-    bench.begin([b"%d" % number for number in range(4)], loans)
-    bench.share(loans)
-    other = bring_up(bench.broker, "f")
-    refs = bench.reserve(2)
-    pinned = next(each for each in loans if each[0] == refs[0][0])
-    bench.step(other, pins=(pin(1, [pinned]),))
-    bench.begin([b"lost", b"new"], refs)
-    table = bench.table()
-    assert table.directory.ready(*map(list, zip(pinned, strict=True))) == [pinned[0]]
-    assert table.directory.lookup_many([b"lost", b"new"]) == [0, LookupResult.HIT_PENDING]
-    assert table.counts.stores_lost == 1
-    bench.broker.state.check_integrity()
-
-
 def test_each_request_of_a_step_counts() -> None:
     """One use of its chunks each, in the order in which they ended; the last one is the newest."""
     bench = Bench()
@@ -250,26 +202,6 @@ def test_each_request_of_a_step_counts() -> None:
     assert table.curve.requests == 2
 
 
-def test_a_step_without_counts_has_one_request() -> None:
-    """All of its keys are of the prompt, and it has no label."""
-    bench = Bench()
-    uses = watch_uses(bench.table())
-    bench.step(used=(b"a", b"b"))
-    assert uses == [((b"a", b"b"), 2, Label.NONE, 1.0)]
-
-
-def test_what_got_no_slot_is_remembered() -> None:
-    """As refused, until it is stored."""
-    bench = Bench()
-    bench.step(unstored=(b"a",))
-    ghost = bench.table().ghosts.find(b"a")
-    assert ghost is not None
-    assert ghost.cause is GhostCause.REFUSED
-    refs, _ = bench.step(wanted=1)
-    bench.begin([b"a"], refs)
-    assert bench.table().ghosts.find(b"a") is None
-
-
 def test_only_a_served_engines_scheduler_steps() -> None:
     """Others are told why; nothing of what they said is done."""
     broker = make_broker(64 * PAGE)
@@ -292,6 +224,18 @@ def test_only_a_served_engines_scheduler_steps() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {
+            "keys": (b"a",),
+            "slots": IntArray.of((1,), "u4"),
+            "generations": IntArray.of((1,), "u8"),
+            "first": IntArray.of((0,), "u2"),
+            "count": IntArray.of((2,), "u2"),  # a chunk has one block here
+        },
+        {
+            "used": (b"a",) * (MAX_FINISHED + 1),
+            "used_counts": IntArray.of([1] * (MAX_FINISHED + 1), "u4"),
+        },
+        {"used": (b"a", b"b"), "used_counts": IntArray.of((1, 0, 1), "u4")},
         {"keys": (b"a",)},
         {"keys": (b"a",), "slots": IntArray.of((0,), "u4")},
         {"slots": IntArray.of((0,), "u4"), "generations": IntArray.of((1,), "u8")},
@@ -324,43 +268,6 @@ def test_a_step_that_contradicts_itself_is_refused_whole(fields: dict[str, Any])
     assert bench.table().directory.lookup(b"k") is LookupResult.HIT_PENDING
 
 
-def test_a_store_of_blocks_that_no_chunk_has_is_refused() -> None:
-    """Chunks have one block here."""
-    bench = Bench()
-    refs, _ = bench.step(wanted=1)
-    message = Step(
-        keys=(b"k",),
-        slots=IntArray.of((refs[0][0],), "u4"),
-        generations=IntArray.of((refs[0][1],), "u8"),
-        first=IntArray.of((0,), "u2"),
-        count=IntArray.of((2,), "u2"),
-    )
-    error = refusal(bench.broker.request(bench.scheduler, 3, message, 0.0))
-    assert (error.code, error.text) == (ErrorCode.BAD_MESSAGE, "2 blocks from 0 on of a chunk of 1")
-
-
-@pytest.mark.parametrize(
-    ("counts", "text"),
-    [
-        ([1] * (MAX_FINISHED + 1), "1025 finished requests in one step: 1024 at most"),
-        ([0, 1, 0], r"used_counts\[0\] is 0: leave out requests without keys"),
-    ],
-    ids=["too many", "without keys"],
-)
-def test_a_step_of_too_many_requests_is_refused(counts: list[int], text: str) -> None:
-    """Or of some without keys: each costs time in which nobody else is served."""
-    bench = Bench()
-    uses = watch_uses(bench.table())
-    step = Step(used=(b"k",) * sum(counts), used_counts=IntArray.of(counts, "u4"))
-    error = refusal(bench.broker.request(bench.scheduler, 3, step, 0.0))
-    assert error.code is ErrorCode.BAD_MESSAGE
-    assert re.match(text, error.text)
-    assert uses == []
-    most = [1] * MAX_FINISHED
-    bench.step(used=(b"k",) * len(most), used_counts=IntArray.of(most, "u4"))
-    assert len(uses) == MAX_FINISHED
-
-
 def test_leases_above_the_limit_are_not_held() -> None:
     """The limit is counted, and so are the chunks that are not pinned."""
     bench = Bench(max_leases=2)
@@ -376,40 +283,6 @@ def test_leases_above_the_limit_are_not_held() -> None:
     bench.step(pins=(pin(5, refs),))
     assert len(table.slots.leases) == 2
     table.check_integrity()
-
-
-def test_what_a_scheduler_answered_by_itself_is_counted() -> None:
-    """In a drain the keys without a slot are those of the drain."""
-    bench = Bench()
-    bench.step(present=1, pending=2, not_yet=3, refused=4)
-    bench.broker.request(join(bench.broker, "tool", "t"), 2, Drain(), 0.0)
-    bench.step(refused=5)
-    counts = bench.table().counts
-    assert (counts.present, counts.pending, counts.not_yet, counts.full) == (1, 2, 3, 4)
-    assert (counts.draining, counts.offered) == (5, 15)
-    counts.check_integrity()
-
-
-def test_a_drain_ends_loans_and_lends_none() -> None:
-    """Until it is undone; no lane has to be asked."""
-    bench, keys = Bench(), [b"a"]
-    refs, _ = bench.step(wanted=8)
-    bench.begin(keys, refs[:1])
-    tool = join(bench.broker, "tool", "t")
-    assert revoked(bench.broker.request(tool, 2, Drain(), 0.0)) == []
-    assert not bench.table().slots.loans
-    bench.begin([b"b"], refs[1:2])
-    assert bench.table().counts.stores_lost == 1
-    assert bench.step(wanted=8)[0] == []
-    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
-    bench.broker.request(tool, 2, Resume(), 0.0)
-    assert len(bench.step(wanted=8)[0]) == 8
-
-
-def test_nothing_is_lent_before_the_pool_has_memory() -> None:
-    """The step is served all the same."""
-    bench = Bench(allocated=0)
-    assert bench.step(wanted=8)[0] == []
 
 
 @pytest.mark.parametrize("model", ["m", "n"])
@@ -469,18 +342,17 @@ def test_loans_that_were_not_used_end_where_another_engine_gets_too_few() -> Non
     bench.broker.state.check_integrity()
 
 
-def test_an_engine_that_leaves_holds_nothing() -> None:
-    """The scheduler's end, and a rank's, end loans, stores and leases."""
-    for rank_leaves in (False, True):
-        bench = Bench()
-        refs, _ = bench.step(wanted=8)
-        bench.begin([b"a", b"b"], refs[1:3])
-        bench.share(refs[2:3])
-        bench.step(pins=(pin(1, refs[2:3]),))
-        table = bench.table()
-        effects = bench.broker.lost(bench.worker if rank_leaves else bench.scheduler)
-        assert revoked(effects) == refs[1:2]
-        assert not table.slots.loans
-        bench.answer(effects)
-        assert table.slots.is_idle
-        bench.broker.state.check_integrity()
+def test_a_drain_ends_loans_and_lends_none() -> None:
+    """Until it is undone; no lane has to be asked."""
+    bench, keys = Bench(), [b"a"]
+    refs, _ = bench.step(wanted=8)
+    bench.begin(keys, refs[:1])
+    tool = join(bench.broker, "tool", "t")
+    assert revoked(bench.broker.request(tool, 2, Drain(), 0.0)) == []
+    assert not bench.table().slots.loans
+    bench.begin([b"b"], refs[1:2])
+    assert bench.table().counts.stores_lost == 1
+    assert bench.step(wanted=8)[0] == []
+    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
+    bench.broker.request(tool, 2, Resume(), 0.0)
+    assert len(bench.step(wanted=8)[0]) == 8

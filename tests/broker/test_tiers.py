@@ -3,13 +3,9 @@
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from kvd.broker.effects import Notify, Reply
 from kvd.broker.tiers.breaker import BreakerState
-from kvd.broker.tiers.demotion import GATHER_SECONDS
-from kvd.broker.tiers.promotion import MAX_REQUESTS, PromotionRequests
-from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
@@ -21,13 +17,11 @@ from kvd.wire.tiering import (
     NewSalt,
     OpenNamespace,
     Put,
-    RemovedChunks,
 )
 from kvd_proto.directory import LookupResult
-from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
-from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong
+from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held
 from tests.broker.test_steps import bring_up
 
 DISK, SHARED = "disk:/a", "mooncake:master=a:1"
@@ -69,18 +63,6 @@ def test_what_was_asked_for_goes_down_and_is_found_there() -> None:
     bench.check()
 
 
-@pytest.mark.parametrize(("keep", "told"), [("all", [b"a"]), ("never", [])])
-def test_keep_says_what_goes_down(keep: str, told: list[bytes]) -> None:
-    """All that becomes READY, or nothing, even of what was asked for."""
-    bench, disk = bench_of(f"{DISK},keep={keep}")
-    refs = bench.store(b"a")
-    bench.run()
-    assert keys_told(disk, Put) == told
-    bench.load(refs)
-    bench.run()
-    assert keys_told(disk, Put) == told
-
-
 def test_bytes_on_their_way_down_are_bounded() -> None:
     """A tier that does not answer is given `queue` bytes and no more; the rest waits."""
     bench, disk = bench_of(f"{DISK},queue=16KiB,late=60")
@@ -93,38 +75,6 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     assert disk.tier.put_bytes == 0
 
 
-def test_chunks_that_leave_memory_before_a_tier_has_them_are_counted() -> None:
-    """Those that went before their turn, while they were copied, or too late, for each tier."""
-    bench, disk = bench_of(f"{DISK},keep=all,queue=4KiB")
-    bench.store(b"a", b"b", b"c")
-    bench.turn(GATHER_SECONDS + STEP)
-    assert keys_told(disk, Put) == [b"a"]
-    bench.evict()
-    bench.run()
-    assert disk.tier.counts.unkept == 2
-    for outcome in (Outcome.GONE, Outcome.LATE, Outcome.FAILED):
-        disk.spoils = outcome
-        bench.store(outcome.name.encode())
-        bench.run()
-    assert disk.tier.counts.unkept == 4
-
-
-@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED, Outcome.FULL])
-def test_what_could_not_be_kept_goes_down_when_it_is_asked_for_again(outcome: Outcome) -> None:
-    """A tier that was slow, failed or was full for a moment keeps it the next time."""
-    bench, disk = bench_of(DISK)
-    refs = bench.store(b"a")
-    disk.spoils = outcome
-    bench.load(refs)
-    bench.run()
-    disk.spoils = None
-    bench.run(2.0)
-    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a"], None)
-    bench.load(refs)
-    bench.run()
-    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a", b"a"], 1)
-
-
 def names(count: int, begin: int = 0) -> list[bytes]:
     """So many keys."""
     return [number.to_bytes(2, "little") for number in range(begin, begin + count)]
@@ -133,65 +83,6 @@ def names(count: int, begin: int = 0) -> list[bytes]:
 def puts(fake: FakeTier) -> list[int]:
     """Sizes of the batches that a tier was given to keep."""
     return [len(order.keys) for order in fake.told if isinstance(order, Put)]
-
-
-def test_few_chunks_wait_for_others_and_go_down_together() -> None:
-    """A batch that is not full goes when its first chunk has waited long enough."""
-    bench, disk = bench_of(DISK, chunks=1000)
-    refs = bench.store(*names(800))
-    bench.load(refs[:3])
-    bench.turn()
-    assert bench.broker.tiering.due(bench.now) == pytest.approx(GATHER_SECONDS)
-    bench.load(refs[3:5])
-    bench.turn(GATHER_SECONDS / 2)
-    assert puts(disk) == []
-    bench.turn(GATHER_SECONDS)
-    assert puts(disk) == [5]
-    bench.load(refs[5:6])
-    bench.turn(GATHER_SECONDS / 2)
-    assert puts(disk) == [5]
-    bench.turn(GATHER_SECONDS)
-    assert puts(disk) == [5, 1]
-
-
-def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is left of it waits as ever."""
-    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_PER_TURN", 8)
-    bench, disk = bench_of(DISK, chunks=400)
-    refs = bench.store(*names(200))
-    bench.load(refs[:19])
-    for sent in (1, 2, 2):
-        bench.turn()
-        assert puts(disk) == [8] * sent
-    assert bench.broker.tiering.due(bench.now) > 0
-    bench.turn(2 * GATHER_SECONDS)
-    assert puts(disk) == [8, 8, 3]
-
-
-def test_chunks_do_not_wait_where_they_are_much_of_what_memory_holds() -> None:
-    """They might be evicted before they go down."""
-    bench, disk = bench_of(DISK, chunks=100)
-    refs = bench.store(*names(64))
-    bench.load(refs[:3])
-    bench.turn()
-    assert puts(disk) == []
-    bench.load(refs[3:4])
-    bench.turn()
-    assert puts(disk) == [4]
-
-
-def test_what_no_tier_takes_at_present_keeps_nobody_awake() -> None:
-    """Chunks that have waited long enough for a tier that is full wait on, and the loop sleeps."""
-    bench, disk = bench_of(DISK)
-    disk.tier.on_full(bench.now)
-    bench.load(bench.store(b"a"))
-    bench.turn(2 * GATHER_SECONDS)
-    assert puts(disk) == []
-    assert bench.broker.tiering.due(bench.now) > 0
-    bench.run(2.0)
-    assert keys_told(disk, Put) == [b"a"]
 
 
 def test_a_full_tier_is_given_nothing_for_a_while() -> None:
@@ -211,74 +102,7 @@ def test_a_full_tier_is_given_nothing_for_a_while() -> None:
     assert bench.below(b"b") == 1
 
 
-def test_each_of_two_tiers_gets_what_it_wants() -> None:
-    """One that keeps all and one that keeps what was asked for: a chunk may be in both."""
-    bench = TierBench(f"{DISK},keep=all", "memory:")
-    refs = bench.store(b"a", b"b")
-    bench.run()
-    assert [bench.below(key) for key in (b"a", b"b")] == [1, 1]
-    bench.load(refs[1:])
-    bench.run()
-    assert [bench.below(key) for key in (b"a", b"b")] == [1, 3]
-
-
-def test_a_put_that_was_under_way_at_a_reset_is_not_found() -> None:
-    """What is kept under the old salt is nothing."""
-    bench, disk = bench_of(DISK)
-    bench.load(bench.store(b"a"))
-    bench.turn(STEP)
-    (order,) = disk.waiting
-    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    disk.waiting.clear()
-    disk.say(done(order, [Outcome.OK]))
-    assert bench.below(b"a") is None
-    bench.check()
-
-
 # ---------------------------------------------------------------------------- up
-
-
-def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
-    """Pending from the step on, then there with its blocks; the engine is told."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a", b"b")
-    bench.evict()
-    assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    bench.seek(b"a", b"b")
-    assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    bench.woken.clear()
-    bench.run(STEP)
-    assert bench.lookup(b"a", b"b") == [HIT, HIT]
-    assert bench.woken == [bench.engine(bench.scheduler).number]
-    assert disk.tier.counts.gets["ok"] == 2
-    assert disk.tier.counts.get_bytes == 8192
-    assert disk.tier.speed.bytes_per_second > 0
-    assert keys_told(disk, Put) == [b"a", b"b"]  # and not once more, when it is asked for
-    bench.check()
-
-
-def test_what_is_here_or_nowhere_is_not_asked_of_a_tier() -> None:
-    """READY and unknown keys cost a tier that is not shared nothing."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.seek(b"a", b"x")
-    bench.run()
-    assert keys_told(disk, Get) == keys_told(disk, Lookup) == []
-
-
-def test_a_key_that_is_coming_is_asked_for_once_and_wakes_all_who_seek_it() -> None:
-    """A second engine that seeks it while it comes is told, too."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.evict()
-    second = bring_second(bench)
-    bench.seek(b"a")
-    bench.carry_out(bench.step(second, sought=(b"a",), now=bench.now)[1])
-    bench.woken.clear()
-    bench.run(STEP)
-    assert keys_told(disk, Get) == [b"a"]
-    numbers = [bench.engine(session).number for session in (bench.scheduler, second)]
-    assert sorted(bench.woken) == sorted(numbers)
 
 
 def bring_second(bench: TierBench) -> Any:
@@ -340,96 +164,6 @@ def test_engines_take_turns() -> None:
     assert set(few) <= set(order[: 2 * len(few)])
 
 
-def test_no_engine_fills_the_queue_for_others() -> None:
-    """However much one engine wants, another one's keys find room."""
-    requests = PromotionRequests()
-    assert requests.extend(1, [b"a"] * (MAX_REQUESTS + 3), 0.0) == 3
-    assert requests.extend(2, [b"b"] * 3, 0.0) == 0
-    assert requests.extend(1, [b"a"], 0.0) == 1
-    assert [requests.pop().key for _ in range(4)] == [b"a", b"b", b"a", b"b"]
-    assert len(requests) == MAX_REQUESTS - 1
-
-
-def test_a_key_that_two_engines_wait_for_wakes_both() -> None:
-    """It is requested once, whichever engine's turn it was."""
-    bench, disk = bench_of(f"{DISK},late=60", chunks=16)
-    many, shared = [bytes([1, i]) for i in range(8)], b"shared"
-    bench.keep(*many, shared)
-    bench.evict()
-    second = bring_second(bench)
-    bench.seek(*many, shared)
-    assert shared not in keys_told(disk, Get)
-    bench.carry_out(bench.step(second, sought=(shared,), now=bench.now)[1])
-    bench.woken.clear()
-    bench.run()
-    assert keys_told(disk, Get).count(shared) == 1
-    assert {bench.engine(session).number for session in (bench.scheduler, second)} <= set(
-        bench.woken
-    )
-
-
-def test_a_tier_that_is_busy_keeps_no_chunk_of_another_waiting() -> None:
-    """What comes from the second tier does not wait until the first has room."""
-    bench = TierBench(f"{DISK},late=60,queue=4KiB", "memory:,late=60", chunks=64)
-    first, second = bench.fakes
-    bench.keep(b"a", b"b", b"c")
-    tiers = bench.namespace.directory.tiers
-    tiers.release(b"c", 0)
-    bench.evict()
-    bench.seek(b"a", b"b", b"c")
-    assert (keys_told(first, Get), keys_told(second, Get)) == ([b"a"], [b"c"])
-    bench.run()
-    assert keys_told(first, Get) == [b"a", b"b"]
-    bench.check()
-
-
-def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
-    """More would wait in its queue, ahead of what other engines request meanwhile."""
-    _, disk = bench_of(DISK)
-    tier = disk.tier
-    assert tier.has_get_room(0, 2 * GET_BYTES)
-    assert tier.has_get_room(GET_BYTES - 1, 1)
-    assert not tier.has_get_room(GET_BYTES, 1)
-    tier.speed.observe(100_000_000, 0.02, 0.0)
-    fast = tier.speed.bytes_per_second * 0.01
-    assert GET_BYTES < fast < tier.setting.queue_bytes
-    assert tier.has_get_room(int(fast) - 1, 1)
-    assert not tier.has_get_room(int(fast), 1)
-    tier.speed.observe(100_000_000_000, 0.03, 0.0)
-    assert not tier.has_get_room(tier.setting.queue_bytes, 1)
-
-
-def test_what_was_sought_and_nobody_asked_for_is_counted() -> None:
-    """Keys that found no room within two seconds."""
-    bench = TierBench(f"{DISK},late=60")
-    (disk,) = bench.fakes
-    keys = [bytes([i]) for i in range(40)]
-    identity = bench.namespace.id
-    disk.say(held(identity, disk.salts[identity], dict.fromkeys(keys, (0, 1, 0, b""))))
-    bench.turn(0.1)
-    disk.hangs = True
-    bench.seek(*keys)
-    asked = sum(len(order.keys) for order in disk.told if isinstance(order, Get))
-    assert 0 < asked < 40
-    bench.turn(2.5)
-    assert bench.table().counts.sought_dropped == 40 - asked
-
-
-def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
-    """Nobody waits for it any more."""
-    bench, disk = bench_of(f"{DISK},late=60,queue=4KiB")
-    bench.keep(b"a")
-    bench.keep(b"b")
-    bench.evict()
-    bench.seek(b"a", b"b")
-    assert keys_told(disk, Get) == [b"a"]
-    bench.turn(2.5)
-    disk.answer()
-    bench.run()
-    assert keys_told(disk, Get) == [b"a"]
-    assert bench.lookup(b"b") == [MISS]
-
-
 def test_loans_that_are_of_no_use_make_room_for_what_comes_up() -> None:
     """An empty pool that is all on loan: what a tier holds of before comes up all the same."""
     bench, disk = bench_of(DISK, chunks=16)
@@ -454,22 +188,6 @@ def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
     bench.seek(b"a")
     bench.run()
     assert keys_told(disk, Get) == []
-
-
-def test_the_first_tier_that_has_a_chunk_and_is_in_use_gives_it() -> None:
-    """The order is the settings'; one that is set aside is passed over."""
-    bench = TierBench(DISK, "memory:")
-    first, second = bench.fakes
-    bench.keep(b"a", b"b")
-    bench.evict()
-    bench.seek(b"a")
-    bench.run(STEP)
-    assert (keys_told(first, Get), keys_told(second, Get)) == ([b"a"], [])
-    first.end()
-    bench.seek(b"b")
-    bench.run(STEP)
-    assert keys_told(second, Get) == [b"b"]
-    assert bench.lookup(b"a", b"b") == [HIT, HIT]
 
 
 # ------------------------------------------------------------------------ shared
@@ -506,18 +224,6 @@ def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> Non
     assert bench.below(b"x") == 0
     second.answer()
     assert bench.lookup(b"a") == [HIT]
-
-
-def test_what_a_shared_tier_lost_meanwhile_is_a_miss_that_is_known() -> None:
-    """Others remove there, too: a chunk that it was thought to have is gone."""
-    bench, shared = bench_of(SHARED)
-    bench.keep(b"a")
-    bench.evict()
-    shared.kept.clear()
-    bench.seek(b"a")
-    bench.run(STEP)
-    assert bench.lookup(b"a") == [MISS]
-    assert bench.below(b"a") == 0
 
 
 # ------------------------------------------------------------------------ faults
@@ -588,81 +294,6 @@ def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead() ->
     bench.check()
 
 
-def test_damaged_records_of_all_its_processes_are_counted() -> None:
-    """Each process says at its start how many it has dropped."""
-    _, disk = bench_of(DISK)
-    for count in (2, 0, 3):
-        disk.end()
-        disk.start(damaged_records=count)
-    assert disk.tier.counts.damaged_records == 5
-
-
-def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:
-    """It would be late with the first order, so it gets none."""
-    bench, disk = bench_of(DISK)
-    disk.hangs = True
-    bench.turn(3.0)
-    assert disk.tier.breaker.state is BreakerState.OPEN
-    bench.turn(STUCK_SECONDS)
-    assert bench.killed == [0]
-
-
-def test_a_namespace_that_a_tier_does_not_begin_is_reported() -> None:
-    """With the time since it was told and the error, until it has begun."""
-    bench, disk = bench_of(DISK)
-    (namespace,) = bench.broker.state.open_namespaces
-    disk.end()
-    disk.hangs = True
-    disk.start()
-    bench.turn(1.0)
-    assert 0.5 < disk.tier.unopened_seconds(bench.now) <= 1.0
-    disk.say(replace(pong(0), error="no room for its salt"))
-    assert disk.tier.child.last_error == "no room for its salt"
-    disk.hangs = False
-    disk.opened(namespace.id)
-    assert disk.tier.unopened_seconds(bench.now) == 0
-    disk.pong()
-    assert disk.tier.child.last_error == "no room for its salt"
-
-
-def test_what_a_lost_process_was_told_is_given_up() -> None:
-    """Its slots are free at once, and what it kept is known again when the next one has said so."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.evict()
-    bench.seek(b"a")
-    bench.load(bench.store(b"c"))
-    disk.end()
-    stats = bench.table().slots.stats()
-    assert (stats["draining"], stats["writing"]) == (0, 0)
-    assert disk.tier.put_bytes == disk.tier.get_bytes == 0
-    assert bench.lookup(b"a") == [MISS]
-    disk.start()
-    bench.run(2.0)
-    bench.seek(b"a")
-    bench.run(STEP)
-    assert bench.lookup(b"a") == [HIT]
-    bench.check()
-
-
-def test_half_of_the_batches_failing_sets_it_aside_and_one_that_works_brings_it_back() -> None:
-    """The probe is a chunk that waits to go down, and engines are not bothered with it."""
-    bench, disk = bench_of(DISK)
-    disk.spoils = Outcome.FAILED
-    for i in range(6):
-        bench.load(bench.store(bytes([i])))
-        bench.run(STEP)
-    assert disk.tier.breaker.state is not BreakerState.CLOSED
-    assert disk.tier.counts.opened["failed"] == 1
-    bench.load(bench.store(b"x", b"y"))
-    bench.run(1.0)
-    assert disk.tier.counts.opened["failed"] == 1
-    disk.spoils = None
-    bench.load(bench.store(b"z"))
-    bench.run(10.0)
-    assert disk.tier.in_use
-
-
 def test_an_answer_that_fits_no_order_ends_the_process() -> None:
     """Nothing of it is believed."""
     bench, disk = bench_of(DISK)
@@ -718,39 +349,6 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     disk.say(held(identity, before, {b"c": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"c") is None
-
-
-def test_what_a_tier_has_dropped_is_not_found() -> None:
-    """It makes room by itself, and says so."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    disk.say(RemovedChunks(namespace=bench.namespace.id, keys=(b"a", b"x")))
-    assert bench.below(b"a") is None
-    assert disk.tier.counts.dropped == 2
-
-
-@pytest.mark.parametrize("by", ["engine", "operator"])
-def test_a_reset_gives_all_tiers_a_new_salt(by: str) -> None:
-    """What they hold is found no more, and a restarted process brings it back no more."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    if by == "engine":
-        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    else:
-        tool = join(bench.broker, "tool")
-        bench.carry_out(bench.broker.request(tool, 2, Clear(namespace=None), bench.now))
-    salt = bench.namespace.salt
-    assert len(salt) == 8
-    assert disk.told[-1] == NewSalt(namespace=bench.namespace.id, salt=salt)
-    assert bench.below(b"a") is None
-    bench.seek(b"a")
-    bench.run()
-    assert keys_told(disk, Get) == []
-    disk.end()
-    disk.start()
-    bench.run(2.0)
-    assert bench.below(b"a") is None
-    bench.check()
 
 
 def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> None:
@@ -883,15 +481,6 @@ def test_a_table_that_is_full_has_a_tier_drop_what_nobody_would_find(
     assert Drop(namespace=bench.namespace.id, keys=(b"a",)) in disk.told
 
 
-def test_without_tiers_nothing_is_looked_at() -> None:
-    """A daemon without the setting does as ever."""
-    bench = TierBench()
-    assert bench.namespace.directory.tiers is None
-    bench.seek(b"a")
-    assert bench.broker.tiering.turn(5.0) == []
-    assert bench.broker.tiering.due(5.0) > 0
-
-
 def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
     """A process that begins after one that ended too early learns that the salt is a new one."""
     bench, disk = bench_of(DISK)
@@ -911,15 +500,3 @@ def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
     assert not begun_anew()
     bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
     assert not begun_anew()
-
-
-def test_an_outcome_that_none_is() -> None:
-    """An unknown outcome costs the process of the tier that answers it, and no other."""
-    bench, disk = bench_of(DISK, "disk:/b")
-    disk.hangs = True
-    bench.load(bench.store(b"a"))
-    bench.turn(0.5)
-    (order,) = [order for order in disk.waiting if isinstance(order, Put)]
-    disk.say(replace(done(order, [Outcome.OK]), outcomes=IntArray.of([99], "u1")))
-    assert bench.killed == [disk.index]
-    assert bench.fakes[1].tier.up

@@ -98,12 +98,6 @@ def loans_of(table: ChunkTable, owner: int = 1) -> ChunkRefs:
     return [(slot, each) for lent_to, slot, each in table.slots.loans.entries() if lent_to == owner]
 
 
-def ref_of(table: ChunkTable, key: bytes) -> tuple[int, int]:
-    """Where a chunk lies."""
-    slot = table.directory.find(key)
-    return slot, table.directory.generation(slot)
-
-
 def begin(
     table: ChunkTable,
     keys: list[bytes],

@@ -1,13 +1,15 @@
 """The adaptive policy beside its formulas, and beside LRU where nothing is learned."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from math import log2
 from random import Random
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvd.cache.adaptive import BINS, AdaptivePolicy, gains
-from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy
+from kvd.cache.adaptive import BINS, POLICIES, AdaptivePolicy, LruContents, LruFloor, gains
+from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy, SlotLists
 from kvd.cache.ghosts import Ghosts
-from kvd.errors import IntegrityError
 from kvd_proto.messages import Label
+from tests.exploring import explored
 
 SLOTS = 12
 KEYS = 30
@@ -345,7 +347,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
 def test_the_policy_does_what_its_formulas_say() -> None:
     """After every step each victim is the one that the formulas name."""
-    run_state_machine_as_test(AdaptiveMachine, settings=settings(stateful_step_count=30))
+    run_state_machine_as_test(AdaptiveMachine, settings=explored(40, 30))
 
 
 @given(st.integers(1, 1000), st.lists(st.integers(0, 30), min_size=BINS, max_size=BINS))
@@ -436,152 +438,99 @@ def test_a_part_of_a_working_set_larger_than_the_pool_stays() -> None:
     assert hits(AdaptivePolicy) > 400
 
 
-def test_a_label_whose_chunks_return_is_worth_more() -> None:
-    """Chunks go first whose label's chunks never came back, though they were used last."""
-    policy = AdaptivePolicy(4000, b"%d".__mod__, Ghosts(8000))
-    for request in range(500):
-        now = 10.0 * request
-        done, returning = 2 * request, 2 * request + 1
-        for slot, label in ((done, Label.DONE), (returning, Label.UNDER_10S)):
-            policy.insert_all([slot], now)
-            policy.use_all([slot], now, label)
-        policy.use_all([returning], now + 5.0, Label.DONE)
-        while policy.learn():
-            pass
-    policy.insert_all([3000, 3001], 5001.0)
-    policy.use_all([3000], 5001.0, Label.UNDER_10S)
-    policy.use_all([3001], 5001.0, Label.DONE)
-    order = policy.reserve(4000, lambda slot: slot >= 3000, 5001.0)
-    assert order == [3001, 3000]
+@given(st.integers(1, 12), st.lists(st.integers(0, 20), max_size=200))
+def test_lru_would_find_what_it_holds(slots: int, keys: list[int]) -> None:
+    """Requests for one chunk each are found by the counts as by a true LRU of as many slots."""
+    contents, cache = LruContents(), OrderedDict[int, None]()
+    last: dict[int, float] = {}
+    for turn, key in enumerate(keys):
+        now = float(turn)
+        assert contents.touch(last.get(key), 1, now) == (key in cache)
+        contents.shrink(slots)
+        contents.check_integrity()
+        last[key] = now
+        cache[key] = None
+        cache.move_to_end(key)
+        if len(cache) > slots:
+            cache.popitem(last=False)
+        assert len(contents) == len(cache)
 
 
-def test_of_chunks_whose_requests_are_under_way_the_oldest_go() -> None:
-    """The newest run goes first of a class that returns late, but not while it is refreshed."""
-    policy = AdaptivePolicy(8, b"%d".__mod__, Ghosts(16))
-    policy.insert_all(range(4), 0.0)
-    for request in range(600):
-        policy.use_all([request % 4], 10.0 * request)
-    while policy.learn():
-        pass
-    assert policy.reserve(1, lambda _: True, 5990.0) == [3]
-    policy.refresh_all([1], 5991.0)
-    policy.refresh_all([3], 5995.0)
-    assert policy.reserve(1, lambda slot: slot in {1, 3}, 5995.0) == [1]
+class Requests:
+    """Requests for 10 chunks each, one a second, of which a policy and LRU find a few."""
+
+    def __init__(self, floor: LruFloor) -> None:
+        self.floor = floor
+        self._now = 0.0
+        self.serve(1, policy=0, lru=0)
+
+    def serve(self, count: int, *, policy: int, lru: int) -> list[int]:
+        """Serve so many, of each of which both find as many chunks as is said.
+
+        Returns:
+            After how many of them it changed who decides, each time.
+        """
+        changes, both = [], min(policy, lru)
+        for number in range(1, count + 1):
+            before, last = self.floor.lru_decides, self._now
+            self._now += 1.0
+            self.floor.touch(last, both, self._now, in_pool=True)
+            self.floor.touch(last, lru - both, self._now, in_pool=False)
+            self.floor.touch(None, policy - both, self._now, in_pool=True)
+            self.floor.touch(None, 10 - max(policy, lru), self._now, in_pool=False)
+            self.floor.end_request(1000)
+            self.floor.check_integrity()
+            if self.floor.lru_decides is not before:
+                changes.append(number)
+        return changes
 
 
-def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:
-    """Of a class with fewer touches than are needed the oldest run goes, whatever it gains."""
-    policy = QuickPolicy(8, b"%d".__mod__, Ghosts(16))
-    for slot, now in ((0, 0.0), (1, 0.0), (0, 100.0), (1, 100.0), (2, 101.0), (3, 198.0)):
-        if slot not in policy:
-            policy.insert_all([slot], now)
-        policy.use_all([slot], now)
-    while policy.learn():
-        pass
-    assert policy.reserve(1, lambda slot: slot in {2, 3}, 198.0) == [2]
+def test_where_lru_would_find_more_it_decides() -> None:
+    """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
+    requests = Requests(LruFloor(0))
+    first, again, second, at_last = requests.serve(
+        70 + 5 * LruFloor.min_lru_requests, policy=4, lru=5
+    )
+    assert 30 <= first <= 33
+    assert again - first == LruFloor.min_lru_requests
+    assert 30 <= second - again <= 33
+    assert at_last - second == 4 * LruFloor.min_lru_requests
 
 
-def returning_after_100_seconds(num_slots: int) -> QuickPolicy:
-    """An empty policy that has learned that what was used once is used again 100 s later.
+class EarlyPolicy(AdaptivePolicy):
+    """The policy, which decides from the first request on."""
 
-    So of two runs the one goes first whose use is less long ago. The last use is at 1000 s.
-    """
-    policy = QuickPolicy(num_slots, b"%d".__mod__, Ghosts(2 * num_slots))
-    for request in range(9):
-        policy.insert_all([0], 100.0 * request)
-        policy.use_all([0], 100.0 * request)
-        policy.use_all([0], 100.0 * (request + 1))
-        policy.remove(0)
-    while policy.learn():
-        pass
-    return policy
+    first_requests = 0
 
 
-def store_and_use(policy: EvictionPolicy, slots: Sequence[int], now: float) -> None:
-    """A request stores these and finishes."""
-    policy.insert_all(slots, now)
-    policy.use_all(slots, now)
+def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
+    """Of six chunks in eight slots LRU would find all; after three were evicted, it decides."""
+    policy = EarlyPolicy(8, b"%d".__mod__, Ghosts(16))
+    policy.insert_all(range(6), 0.0)
+    for turn in range(200):
+        if turn >= 60:
+            policy.evict([turn % 6], float(turn))
+            policy.insert_all([turn % 6], float(turn))
+        policy.use_all([turn % 6], float(turn))
+        assert policy.lru_decides == (turn >= 63)
 
 
-def test_chunks_that_are_put_back_out_of_place_are_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What may go is found also where the rest of its run has come to stand behind it."""
-    monkeypatch.setattr("kvd.cache.eviction.MAX_STEPS", 4)
-    policy = returning_after_100_seconds(16)
-    older, (released, written), later = range(5), (5, 6), 7
-    calls = 0
+@given(st.sets(st.integers(0, 19)), st.sampled_from([1, 2]))
+def test_slots_are_put_back_between_the_others(gone: set[int], which: int) -> None:
+    """Whichever were taken out, each has the neighbours again that it had."""
+    lists = SlotLists(20, 2)
+    lists.append_all(range(20), repeat(which), 100)
+    lists.remove_all(gone)
+    lists.insert_all(which, sorted(gone))
+    assert list(lists.walk(which)) == list(lists.walk_back(which))[::-1] == list(range(20))
+    lists.check_integrity()
 
-    def may_evict(slot: int) -> bool:
-        nonlocal calls
-        calls += 1
-        assert calls < 1000
-        return slot not in {older[-1], written}
 
-    store_and_use(policy, older, 1000.0)
-    store_and_use(policy, [released, written], 1020.0)
-    assert policy.reserve(1, may_evict, 1020.0) == [released]
-    store_and_use(policy, [later], 1050.0)
-    policy.release([released])
-    policy.use_all([later], 1050.5)
-    order = list(policy._slots.walk(1))
-    assert order.index(released) < order.index(older[-1]) < order.index(written)
-    assert sorted(policy.reserve(9, may_evict, 1050.5)) == [*older[:-1], released, later]
+@pytest.mark.parametrize("policy_type", POLICIES.values(), ids=POLICIES)
+def test_restored_chunks_go_by_their_last_use(policy_type: type[EvictionPolicy]) -> None:
+    """The previous daemon's chunks go before all new ones, those used longest ago first."""
+    policy = policy_type(8, b"%d".__mod__, Ghosts(16))
+    policy.restore(np.array([5, 3, 4]), np.array([10.0, 10.0, 20.0]))
+    policy.insert_all([0], 30.0)
     policy.check_integrity()
-
-
-@pytest.mark.parametrize("hot", [False, True])
-def test_what_may_not_go_is_passed_once(hot: bool) -> None:
-    """Chunks at a list's end that stay are not looked at again for each run behind them."""
-    policy = returning_after_100_seconds(600)
-    staying, going = range(300), range(300, 600)
-    for first in range(0, 300, 3):
-        now = 1000.0 + first / 10
-        store_and_use(policy, (going if hot else staying)[first : first + 3], now)
-    for first in range(0, 300, 3):
-        now = 1040.0 + first / 10
-        store_and_use(policy, (staying if hot else going)[first : first + 3], now)
-    asked = list[int]()
-
-    def may_evict(slot: int) -> bool:
-        asked.append(slot)
-        return slot in going
-
-    assert sorted(policy.reserve(300, may_evict, 1071.0)) == [*going]
-    assert len(asked) < 5 * 600
-
-
-def test_a_late_label_leaves_what_is_under_way() -> None:
-    """A chunk that is pinned for a load since its request's end keeps its label and its list."""
-    policy = QuickPolicy(4, b"%d".__mod__, Ghosts(8))
-    store_and_use(policy, [0], 1.0)
-    policy.refresh_all([0], 2.0)
-    policy.relabel_all([0], Label.DONE)
-    policy.evict([0], 3.0)
-    ghost = policy.ghosts.find(b"0")
-    assert ghost is not None
-    assert ghost.label == Label.NONE
-
-
-def test_one_piece_of_learning_is_one_class() -> None:
-    """After 100 requests `learn` has a piece for each class, and nothing more until 100 later."""
-    policy = AdaptivePolicy(4, b"%d".__mod__, Ghosts(8))
-    policy.insert_all([0], 0.0)
-    for request in range(99):
-        policy.use_all([0], float(request))
-    assert not policy.learn()
-    policy.use_all([0], 99.0)
-    assert [policy.learn() for _ in range(19)] == [True] * 17 + [False] * 2
-
-
-def test_the_tables_are_small() -> None:
-    """What is learned of a namespace takes at most 64 KiB."""
-    assert AdaptivePolicy(4, b"%d".__mod__, Ghosts(8)).nbytes_learned <= 64 * 1024
-
-
-def test_a_negative_count_is_noticed() -> None:
-    """Counts that cannot be do not go unseen."""
-    policy = AdaptivePolicy(4, b"%d".__mod__, Ghosts(8))
-    policy._table[1, 0] = -1.0
-    with pytest.raises(IntegrityError):
-        policy.check_integrity()
+    assert policy.reserve(4, lambda _: True, 200.0) == [5, 3, 4, 0]

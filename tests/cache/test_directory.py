@@ -14,7 +14,6 @@ from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.directory import (
     CHECK_WORD,
-    FEW,
     HEAD_DTYPE,
     HEADER,
     HEADER_BYTES,
@@ -61,19 +60,6 @@ def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
     return found
 
 
-def test_header_round_trip() -> None:
-    """What the writer puts into the header, a view reads out of it; nothing else is touched."""
-    buffer, _ = make(1000)
-    assert not any(buffer[HEADER.size + CHECK_WORD.size :])
-    view = DirectoryView(bytes(buffer))
-    assert (view.num_slots, view.header.namespace, view.boot_id) == (1000, SPACE, BOOT)
-    assert view.header.index_capacity == 2048
-    parts = HEADER_BYTES + 1000 * 80 + 2048 * 8
-    assert view.header.changes_offset == parts
-    assert view.header.total_bytes == parts + 1024 * 88 == len(buffer)
-    assert (view.changes.capacity, view.changes.head, view.changes.read(0, 9)) == (1024, 0, [])
-
-
 @given(st.integers(1, 10**9))
 def test_index_load(num_slots: int) -> None:
     """The index is a power of two whose load is at most 0.75, and costs little for a chunk."""
@@ -105,83 +91,6 @@ def test_bad_header(at: int, words: str, signed: bool) -> None:
         DirectoryView(buffer)
 
 
-def test_short_buffers() -> None:
-    """A buffer too small for the header, the table or the plan is refused with the figures."""
-    buffer, _ = make(8)
-    for short, words in ((b"short", "cannot hold"), (buffer[:-1], f"{len(buffer) - 1} bytes of a")):
-        with pytest.raises(DirectoryError, match=words):
-            DirectoryView(short)
-    header = DirectoryHeader.plan(8, SPACE, BOOT)
-    for unfit in (bytearray(100), memoryview(buffer).toreadonly()):
-        with pytest.raises(DirectoryError, match="writable"):
-            DirectoryWriter(unfit, header)
-
-
-@pytest.mark.parametrize(("slots", "space"), [(0, SPACE), (2**31, SPACE), (4, b"short")])
-def test_bad_plan(slots: int, space: bytes) -> None:
-    """Slot counts and ids out of range are refused."""
-    with pytest.raises(DirectoryError):
-        DirectoryHeader.plan(slots, space, BOOT)
-
-
-def test_life_of_a_chunk() -> None:
-    """A key is pending while written, hits when ready, and misses again once freed."""
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    assert view.lookup(b"k") is LookupResult.MISS
-    assert begin(writer, [b"k"], [2], owner=7) == [1]
-    assert view.lookup(b"k") is LookupResult.HIT_PENDING
-    assert (writer.generation(2), writer.owner(2), writer.state(2)) == (1, 7, SlotState.WRITING)
-    assert (writer.key(2), writer.ranks_done(2)) == (b"k", 0)
-    assert writer.blocks(2)[1] == NO_SHARE_YET
-    writer.make_ready(2)
-    assert view.lookup_many([b"k", b"x", b"", b"k" * 49]) == [1, 0, 0, 0]
-    assert view.find(b"k") == 2
-    writer.free([2])
-    assert view.lookup(b"k") is LookupResult.MISS
-    assert view.find(b"k") == -1
-    assert begin(writer, [b"other"], [2], owner=7) == [2]
-
-
-def test_an_entry_is_what_the_record_says() -> None:
-    """Of a chunk that a lookup finds `entry` gives slot, generation, state and blocks."""
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    assert view.entry(b"k") is None
-    begin(writer, [b"k"], [2], owner=7)
-    assert view.entry(b"k") == (2, 1, SlotState.WRITING, 0, NO_SHARE_YET)
-    writer.add_share(2, 0, first=1, count=3, group=0)
-    writer.make_ready(2)
-    assert view.entry(b"k") == (2, 1, SlotState.READY, 1, 3)
-    assert [view.entry(key) for key in (b"", b"x", b"k" * 49)] == [None] * 3
-    writer.forget()
-    assert view.entry(b"k") is None
-
-
-def test_a_lent_slot_is_known_by_its_generation() -> None:
-    """`is_lent` takes any numbers; a slot on loan under another generation, or none, is not lent.
-
-    The chunk of a slot on loan is found under its own generation until the slot is given away.
-    """
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    begin(writer, [b"k"], [2], owner=7)
-    writer.make_ready(2)
-    assert not view.is_lent(2, 1)
-    assert writer.lend([2]) == [2]
-    assert view.is_lent(2, 2)
-    refs = [(2, 0), (2, 1), (1, 2), (4, 2), (2**32 - 1, 2), (-1, 2)]
-    assert not any(view.is_lent(*ref) for ref in refs)
-    assert view.entry(b"k") == (2, 1, SlotState.READY, 0, NO_SHARE_YET)
-    writer.free([2])
-    writer.place(b"other", 2, 8, 2)
-    assert not view.is_lent(2, 2)
-    assert (writer.generation(2), writer.owner(2)) == (2, 8)
-    (third,) = writer.lend([3])
-    writer.end_loans([3])
-    assert not view.is_lent(3, third)
-
-
 @pytest.mark.parametrize("highest", [0, 2**32 - 1, 2**32 - 2, 2**32 - 4, 2**32, 2**33 - 3])
 def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
     """All slots of a directory share them; their low 32 bits are never 0, also across 2**32."""
@@ -201,17 +110,6 @@ def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
         writer.end_loans(range(count))
     assert writer.place(b"filled by a tier", 0, 1)
     assert writer.generation(0) > last
-
-
-def test_shares() -> None:
-    """Ranks add up to a mask, and the coverage is what all of them hold."""
-    _, writer = make(4)
-    begin(writer, [b"k"], [3], owner=1)
-    assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
-    assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
-    ((*_, first, count, _, _),) = READ_HEADS(writer.heads(array("I", [3])))
-    assert (first, count) == (1, 2)
-    assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
 
 
 @given(st.lists(st.integers(0, 7), max_size=40))
@@ -235,16 +133,6 @@ def test_heads_are_the_records_without_their_keys(slots: list[int]) -> None:
     assert list(zip(*columns, strict=True)) == list(READ_HEADS(heads))
     with pytest.raises(IndexError):
         writer.heads(array("I", [*slots, 8]))
-
-
-def test_released_buffer_can_be_resized() -> None:
-    """After `release` nothing holds the buffer, so its owner may unmap it."""
-    buffer, writer = make(4)
-    writer.heads(array("I", [1] * 2 * FEW))
-    with pytest.raises(BufferError):
-        buffer.append(0)
-    writer.release()
-    buffer.append(0)
 
 
 def test_crowded_home_is_refused() -> None:

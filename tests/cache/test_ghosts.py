@@ -1,34 +1,21 @@
-"""What is remembered of chunks that are not in memory."""
+"""What is remembered of chunks that left memory, and why keys are missed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvd.cache.ghosts import Ghost, GhostCause, Ghosts
-from kvd.errors import IntegrityError
+from kvd.cache.chunks import ChunkTable
+from kvd.cache.ghosts import Ghost, GhostCause, Ghosts, MissReasons
+from kvd.metrics.counts import MissReason
 from kvd_proto.messages import Label
+from tests.cache.tables import make_table
 
 CAPACITY = 6
 
 keys = st.integers(0, 11).map(lambda number: b"key%d" % number)
-
-
-def test_a_ghost_takes_at_most_48_bytes() -> None:
-    """All arrays together have at most 48 bytes for each key, whatever the capacity."""
-    for capacity in (1_000, 1_025, 65_536, 65_537):
-        assert Ghosts(capacity).nbytes <= 48 * capacity
-
-
-def test_ghosts_notice_damage() -> None:
-    """A ghost that its bucket has lost does not go unseen."""
-    ghosts = Ghosts(4)
-    ghosts.add(b"key", GhostCause.EVICTED, 1.0)
-    ghosts.check_integrity()
-    ghosts._hashes[1] += 1
-    with pytest.raises(IntegrityError):
-        ghosts.check_integrity()
 
 
 class GhostMachine(RuleBasedStateMachine):
@@ -75,3 +62,37 @@ class GhostMachine(RuleBasedStateMachine):
 
 
 TestGhostMachine: Any = GhostMachine.TestCase
+
+
+def misses(table: ChunkTable, elsewhere: Callable[[bytes], bool] = lambda _: False) -> MissReasons:
+    """What counts the missed keys of a table."""
+    return MissReasons(table.directory, table.ghosts, table.counts, elsewhere)
+
+
+def counted(table: ChunkTable) -> dict[str, int]:
+    """The reasons that were counted."""
+    return {reason: count for reason, count in table.counts.missed.items() if count}
+
+
+@pytest.mark.parametrize("cause", list(GhostCause))
+def test_a_ghost_says_why_its_key_is_missed(cause: GhostCause) -> None:
+    """Evicted, refused, quota, reset and removed: each cause of a ghost is the reason of a miss."""
+    table = make_table(4)
+    table.ghosts.add(b"key 0", cause, 1.0)
+    misses(table).count([b"key 0"], 2.0)
+    assert counted(table) == {cause.name.lower(): 1}
+
+
+def test_another_namespace_is_asked_last() -> None:
+    """A key that another namespace has is of another layout, unless it was here itself."""
+    table, asked = make_table(4), list[bytes]()
+    table.ghosts.add(b"reset", GhostCause.RESET, 1.0)
+
+    def elsewhere(key: bytes) -> bool:
+        asked.append(key)
+        return key == b"other"
+
+    misses(table, elsewhere).count([b"other", b"reset", b"new"], 2.0)
+    reasons = (MissReason.OTHER_LAYOUT, MissReason.RESET, MissReason.NEVER_SEEN)
+    assert counted(table) == dict.fromkeys(reasons, 1)
+    assert asked == [b"other", b"new"]

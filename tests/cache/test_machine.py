@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,6 +25,7 @@ from kvd_proto.messages import LABEL_ONLY
 from kvd_proto.tier_table import TierEntry
 from tests.cache.followers import Follower, records
 from tests.cache.tables import add, make_namespaces, removed
+from tests.exploring import explored
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
@@ -1005,18 +1005,8 @@ class AdaptiveTableMachine(TableMachine):
 
 
 @pytest.mark.hypothesis
-def test_tables_with_lru() -> None:
-    """Under LRU, two namespaces in one pool behave as the model says after every step."""
-    run_state_machine_as_test(TableMachine, settings=settings(stateful_step_count=60))
-
-
-@pytest.mark.hypothesis
-def test_tables_with_adaptive() -> None:
-    """Under the adaptive policy, two namespaces behave as the model says after every step."""
-    run_state_machine_as_test(AdaptiveTableMachine, settings=settings(stateful_step_count=60))
-
-
-@pytest.mark.hypothesis
-def test_tables_with_quotas() -> None:
-    """After every step no cap is passed, and no floor was touched by another model."""
-    run_state_machine_as_test(QuotaTableMachine, settings=settings(stateful_step_count=60))
+@pytest.mark.parametrize("machine", [TableMachine, AdaptiveTableMachine, QuotaTableMachine])
+def test_tables(machine: type[TableMachine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two namespaces in one pool behave as the model says after every step."""
+    monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 64)
+    run_state_machine_as_test(machine, settings=explored(20, 60))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.cache import miss_curve
 from kvd.cache.miss_curve import BINS_PER_POOL, HALVING_SECONDS, MissCurve
 
 CHUNKS = BINS_PER_POOL  # a bin is one chunk: what the curve says is exact
@@ -88,63 +87,6 @@ def test_a_sample_tells_the_same_as_all_keys() -> None:
         assert sample.hit_ratio(chunks) == pytest.approx(all_keys.hit_ratio(chunks), abs=0.03)
     assert sample.ceiling == pytest.approx(all_keys.ceiling, abs=0.03)
     assert sample.missed_depth(1000) == pytest.approx(all_keys.missed_depth(1000), rel=0.2)
-
-
-def test_a_system_prompt_is_counted_exactly() -> None:
-    """Whichever of its keys are in the sample: prompts of it and a short question."""
-    for name in range(20):
-        curve = MissCurve(1000, sample_every=20)
-        system = [b"%d/%d" % (name, position) for position in range(30)]
-        for number in range(100):
-            curve.record([*system, *(b"%d: %d/%d" % (name, number, i) for i in range(3))], 33)
-        assert curve.hit_ratio(1000) == curve.ceiling == pytest.approx(99 * 30 / (100 * 33))
-
-
-def test_merged_buckets_keep_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few buckets, so that they are merged over and over: within half a point."""
-    prompts = conversations(2, 3000)
-    whole = MissCurve(1000, sample_every=20)
-    monkeypatch.setattr(miss_curve, "MAX_BUCKETS", 1024)
-    merged = MissCurve(1000, sample_every=20)
-    for keys in prompts:
-        whole.record(keys, len(keys))
-        merged.record(keys, len(keys))
-        merged.tidy()
-    merged.check_integrity()
-    for chunks in (500, 1000, 2000, 3000):
-        assert merged.hit_ratio(chunks) == pytest.approx(whole.hit_ratio(chunks), abs=0.005)
-
-
-@pytest.mark.parametrize("in_spare_time", [False, True])
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, *, in_spare_time: bool) -> None:
-    """However many keys come, and whether or not there is spare time to tidy."""
-    monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
-    monkeypatch.setattr(miss_curve, "SHARD_KEYS", 16)
-    curve = MissCurve(200, sample_every=20)
-    for number in range(5000):
-        keys = prompt_of(number, 0, 1 + number % 7)
-        curve.record(keys, len(keys))
-        while in_spare_time and curve.tidy():
-            pass
-    curve.check_integrity()
-    most = 4 * 200 // 4
-    assert curve.num_keys <= most
-    assert sum(map(len, curve._shards)) <= most * (1.3 if in_spare_time else 1.8)
-
-
-def test_what_is_forgotten_is_asked_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key counts as used before until as many others were used as the curve looks back over."""
-    monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
-    curve = MissCurve(100, sample_every=1)
-    for key in [b"key", *map(b"%d".__mod__, range(399))]:
-        curve.record([key], 1)
-    assert curve.ceiling == 0
-    curve.record([b"key"], 1)
-    assert curve.ceiling == 1 / 401
-    for key in [*map(b"%d".__mod__, range(1000, 1400)), b"key"]:
-        curve.record([key], 1)
-    assert curve.ceiling == 1 / 802
-    curve.check_integrity()
 
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=30), max_size=30))

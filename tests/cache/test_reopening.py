@@ -5,7 +5,6 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvd.cache.chunks import ChunkTable
@@ -17,6 +16,7 @@ from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
 from tests.cache.tables import make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine
+from tests.exploring import explored
 
 COPY_EVERY, PUT_BACK_EVERY = 23, 3  # writes; copies are made inside a change, too
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
@@ -182,17 +182,12 @@ class AdaptiveReopening(Reopening):
 
 
 @pytest.mark.hypothesis
-def test_every_moment_is_a_good_one_to_be_killed() -> None:
-    """Under LRU, whatever was written last, the ledgers hold whole chunks in their own slots."""
-    run_state_machine_as_test(Reopening, settings=settings(stateful_step_count=40, max_examples=25))
-
-
-@pytest.mark.hypothesis
-def test_every_moment_is_a_good_one_under_adaptive() -> None:
-    """The same under the adaptive policy, which orders otherwise."""
-    run_state_machine_as_test(
-        AdaptiveReopening, settings=settings(stateful_step_count=40, max_examples=10)
-    )
+@pytest.mark.parametrize(("machine", "examples"), [(Reopening, 8), (AdaptiveReopening, 2)])
+def test_the_ledgers_are_right_whenever_the_daemon_is_killed(
+    machine: type[Reopening], examples: int
+) -> None:
+    """Whatever was written last, the next daemon has whole chunks in their own slots."""
+    run_state_machine_as_test(machine, settings=explored(examples, 40))
 
 
 def test_a_part_that_gave_way_under_a_lease_is_not_kept() -> None:

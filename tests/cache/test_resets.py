@@ -91,15 +91,6 @@ def test_a_byte_that_somebody_has_changed_is_seen(numbers: list[int], at: int, f
     assert table.pack() == before
 
 
-@pytest.mark.parametrize(
-    "page", [b"", bytes(RESET_BYTES), bytes(RESET_BYTES + 1), b"x" * RESET_BYTES]
-)
-def test_what_is_no_page_is_refused(page: bytes) -> None:
-    """Empty, zeros, too long, foreign."""
-    with pytest.raises(LedgerDamaged):
-        loaded(page)
-
-
 def test_a_namespace_that_was_closed_keeps_its_salt() -> None:
     """Closed and opened again, it begins with the salt of its last reset."""
     namespaces = make_namespaces(4 * PAGE)
@@ -112,11 +103,3 @@ def test_a_namespace_that_was_closed_keeps_its_salt() -> None:
     namespaces.close(namespace)
     assert add(namespaces, 1, PAGE).salt == salt
     assert add(namespaces, 2, PAGE).salt == b""
-
-
-def test_the_reset_of_a_temporary_namespace_is_not_noted() -> None:
-    """No tier has any of it."""
-    namespaces = make_namespaces(4 * PAGE)
-    namespace = add(namespaces, 1, PAGE, temporary=True)
-    namespaces.reset(namespace)
-    assert (namespace.salt, len(namespaces.resets)) == (b"", 0)

@@ -1,53 +1,32 @@
-"""Decisions of one namespace's chunk table that `test_machine` does not reach or does not name."""
+"""What a table of chunks decides that `test_machine` does not reach."""
 
-from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.ghosts import GhostCause
+from kvd.cache.namespaces import LedgerSetup
+from kvd.cache.recovery import PoolTrailer
+from kvd.config.values import Quota
 from kvd.errors import IntegrityError
-from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, SlotState
-from kvd_proto.messages import LABEL_ONLY, Label
-from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
-
-
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
-def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
-    """Its tail goes first, also what was still on its way when the request had finished."""
-    table = make_table(6, policy=policy)
-    store(table, names(2))
-    pin(table, names(2), 1.0)
-    parts = [begin(table, names(2, first=first), 2.0) for first in (2, 4)]
-    table.loads.unpin(1, 1)
-    assert table.loads.refresh([*names(2), *names(4, first=2)], 2.0) == 6
-    for part in reversed(parts):
-        finish(table, part)
-    order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]
-    assert order == list(reversed(names(6)))
-    table.check_integrity()
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_late_label_needs_the_requests_last_chunk(is_there: bool) -> None:
-    """Without it the chunks left may be those of another request, which keep its label."""
-    table = make_table(4, policy="adaptive")
-    keys = names(2 if is_there else 1)
-    store(table, keys)
-    table.finish_request(keys, 1, Label.NONE, 1.0)
-    table.finish_request(names(2), 1, LABEL_ONLY | Label.DONE, 2.0)
-    table.slots.evict([table.directory.find(b"key 0")], 3.0)
-    ghost = table.ghosts.find(b"key 0")
-    assert ghost is not None
-    assert ghost.label == (Label.DONE if is_there else Label.NONE)
-
-
-def test_one_sweep_after_a_reset_is_short() -> None:
-    """It frees 512 chunks at most, whose keys it remembers."""
-    table = make_table(2000)
-    store(table, names(2000))
-    table.reset()
-    table.sweep()
-    assert len(table.ghosts) == 512
+from kvd.metrics.counts import AGE_BOUNDS
+from kvd.pool.geometry import FillOrder
+from kvd_proto.directory import PROBE_LIMIT, LookupResult, SlotState
+from tests.cache.tables import (
+    PAGE,
+    add,
+    begin,
+    finish,
+    make_namespaces,
+    make_table,
+    names,
+    pin,
+    store,
+)
 
 
 def test_a_ticket_that_is_never_used_runs_out() -> None:
@@ -59,23 +38,6 @@ def test_a_ticket_that_is_never_used_runs_out() -> None:
     assert table.counts.tickets_expired == 1
     assert table.slots.stats()["draining"] == 1
     assert begin(table, [b"a"], 6.0, owner=2).keys == [b"a"]
-
-
-def is_ready(table: ChunkTable, slot: int, generation: int) -> bool:
-    """Whether a lane finds the chunk there."""
-    ((found, _, state, *_),) = READ_HEADS(table.directory.heads(array("I", [slot])))
-    return (found, state) == (generation, SlotState.READY)
-
-
-def test_a_reset_spares_what_is_being_read() -> None:
-    """A lane goes on with a load of a chunk that was dropped, until the lease ends."""
-    table = make_table(4)
-    store(table, names(3))
-    ((slot, generation),) = pin(table, [b"key 1"])
-    assert table.reset()[0].deferred == 1
-    assert is_ready(table, slot, generation)
-    assert table.loads.unpin(1, 1)
-    assert not is_ready(table, slot, generation)
 
 
 def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,41 +54,249 @@ def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPa
     table.check_integrity()
 
 
-def test_a_pin_keeps_what_is_still_there() -> None:
-    """What was evicted, replaced, reset or never was comes too late, and is counted."""
-    table = make_table(8)
-    store(table, names(3))
-    refs = [ref_of(table, key) for key in names(3)]
-    table.slots.drop([refs[1][0]])
-    given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
-    table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
-    assert set(table.slots.leases.pins) == {refs[0][0], refs[2][0]}
-    assert (table.counts.asked, table.counts.hits, table.counts.pins_late) == (6, 2, 4)
-    table.reset()
-    assert table.slots.stats()["doomed"] == 2
-    table.loads.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
-    assert table.counts.pins_late == 5
-    assert not table.loads.unpin(6, 1)
-    assert not table.loads.unpin(5, 2)
-    assert table.loads.unpin(5, 1)
-    assert table.slots.stats()["doomed"] == 0
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+
+
+BOOT = 1_000_000.0  # of a machine that has been up for long
+
+
+def ages(table: ChunkTable) -> dict[float, int]:
+    """How many chunks were evicted, by the upper bound of their age."""
+    counts = table.counts.eviction_age.counts
+    return {bound: n for bound, n in zip((*AGE_BOUNDS, np.inf), counts, strict=True) if n}
+
+
+def test_an_age_counts_from_the_last_use() -> None:
+    """Of chunks stored together the one that was loaded meanwhile is younger when it goes."""
+    table = make_table(4)
+    store(table, names(4), BOOT)
+    pin(table, names(1), BOOT + 100, 1.0)
+    table.expire(BOOT + 110)
+    store(table, names(4, first=10), BOOT + 120)
+    assert ages(table) == {60: 1, 300: 3}
+    assert table.counts.eviction_age.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
     table.check_integrity()
 
 
-@pytest.mark.parametrize("damage", ["state", "pins", "tickets", "policy"])
-def test_damage_is_noticed(damage: str) -> None:
-    """The integrity check sees a state, pin, ticket or policy entry that does not belong."""
+def test_only_free_slots_are_lent_while_the_pool_is_filled() -> None:
+    """Slots whose memory is there are lent, and nothing is evicted for more."""
+    table = make_table(64, fill=FillOrder(64 * PAGE, 2 * PAGE))
+    usable = 16 * PAGE
+    begun = begin(table, names(16), usable=usable)
+    assert len(begun.slots) == 16
+    finish(table, begun)
+    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [])
+    assert len(table.lending.lend(1, 64, 1, 0.0)[0]) == 64
+    table.check_integrity()
+
+
+def test_a_ghost_says_why_a_key_was_not_stored() -> None:
+    """A key is remembered as refused, or as above a quota, until it is stored."""
+    namespaces = make_namespaces(16 * PAGE, quotas={"model 0": Quota(cap_bytes=8 * PAGE)})
+    table = add(namespaces, 0, PAGE, blocks_per_chunk=4).table
+    store(table, names(8))
+    for quotas, cause in ((None, GhostCause.QUOTA), ({}, GhostCause.REFUSED)):
+        if quotas is not None:
+            namespaces.pool.set_quotas(quotas)
+        table.stores.remember_unstored([b"new"], 1.0)
+        ghost = table.ghosts.find(b"new")
+        assert ghost is not None
+        assert ghost.cause is cause
+    assert begin(table, [b"new"]).keys == [b"new"]
+    assert table.ghosts.find(b"new") is None
+
+
+def test_another_namespace_takes_columns_with_loans_at_once() -> None:
+    """Nothing is written into a slot on loan, so a loan ends without its engine's consent."""
+    namespaces = make_namespaces(64 * PAGE)
+    old, new = add(namespaces, 0, PAGE).table, add(namespaces, 1, PAGE).table
+    store(old, names(32))
+    slots, generations = old.lending.lend(1, 64, 1, 0.0)
+    assert len(slots) == 64
+    assert len(new.lending.lend(2, 8, 1, 0.0)[0]) == 8
+    ended = [
+        slot
+        for slot, generation in zip(slots, generations, strict=True)
+        if not old.directory.is_lent(slot, generation)
+    ]
+    assert len(ended) == 8
+    old.stores.begin(names(64, first=100), slots, generations, 1, 0.0)
+    assert old.counts.stores_lost == 8
+    assert old.counts.yielded == 32 - old.counts.evicted
+    assert not [slot for slot in ended if old.directory.state(slot) == SlotState.READY]
+    namespaces.check_integrity()
+
+
+def test_a_namespace_with_loans_is_not_closed() -> None:
+    """Its scheduler may be about to use them."""
+    namespaces = make_namespaces(64 * PAGE)
+    namespace = add(namespaces, 0, PAGE)
+    namespace.table.lending.lend(1, 4, 1, 0.0)
+    namespaces.detach_engine(namespace)
+    assert namespaces.closable() == []
+    namespace.table.lending.end_all_loans()
+    assert namespaces.closable() == [namespace]
+
+
+DAMAGE: dict[str, Callable[[ChunkTable, int, int], object]] = {
+    "state": lambda table, slot, _: table.directory.write_state(slot, SlotState.WRITING),
+    "pin": lambda table, slot, _: table.slots.leases.pins.update({slot: 1}),
+    "ticket": lambda table, _, __: table.slots.tickets.clear(),
+    "policy": lambda table, slot, _: table.slots.policy.remove(slot),
+    "loan that is not noted": lambda table, slot, _: table.slots.loans.end(slot),
+    "loan that is none": lambda table, slot, _: table.directory.end_loans([slot]),
+    "loan to two": lambda table, slot, loan: table.slots.loans.lend(2, [slot], [loan], 0.0),
+    "loan's generation": lambda table, slot, _: table.directory.lend([slot]),
+    "loan that may be evicted": lambda table, slot, _: table.slots.policy.release([slot]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_noticed(damage: Callable[[ChunkTable, int, int], object]) -> None:
+    """The integrity check finds whatever contradicts the rest."""
     table = make_table(4)
-    store(table, [b"a"])
-    (slot,) = begin(table, [b"w"]).slots
-    ready = table.directory.find(b"a")
-    if damage == "state":
-        table.directory.write_state(ready, SlotState.WRITING)
-    elif damage == "pins":
-        table.slots.leases.pins[ready] = 1
-    elif damage == "tickets":
-        del table.slots.tickets[slot]
-    else:
-        table.slots.policy.remove(ready)
+    store(table, names(3))
+    begin(table, [b"being written"])
+    (slot,), (loan,) = table.lending.lend(1, 1, 1, 0.0)
+    table.check_integrity()
+    damage(table, slot, loan)
     with pytest.raises(IntegrityError):
         table.check_integrity()
+
+
+TIER = "tier 0 of process 7"
+ONE = ("memory:,size=1MiB",)
+
+
+def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
+    """Only what is free inside the part that can be used is taken."""
+    table = make_table(4, tier=ONE)
+    store(table, names(4))
+    assert table.promotions.begin(names(2, 10), TIER, 0.0, 10.0, 2, 4 * PAGE) == []
+    assert table.counts.evicted == 0
+
+
+def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its oldest go, and are counted; `take` looks at a bounded number."""
+    monkeypatch.setattr(uses, "MAX_QUEUED", 4)
+    table = make_table(16, tier=ONE)
+    table.queue_demotions(ready=True, asked=False)
+    store(table, names(6))
+    queue = table.on_ready
+    assert queue is not None
+    assert (len(queue), queue.take_missed()) == (4, 2)
+    table.remove(0, 99, 0.0)
+    assert queue.take(1) == []
+    assert (len(queue), queue.take_missed()) == (2, 2)
+
+
+def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger says the new salt when it has no chunk of before; readers know of none either."""
+    setup = LedgerSetup(lambda _, size: bytearray(size), "pool", PoolTrailer.create("pool"), 2**32)
+    namespaces = make_namespaces(4 * PAGE, ledger_setup=setup, tier=ONE)
+    namespace = add(namespaces, 0, PAGE)
+    store(namespace.table, names(2))
+    ledger, tiers = namespace.directory.ledger, namespace.directory.tiers
+    assert ledger is not None
+    assert tiers is not None
+    tiers.hold(b"below", 0, 0, 1, 0)
+    seen = []
+
+    def looking(name: str) -> None:
+        whole = getattr(ledger, name)
+
+        def look(value: Any) -> None:
+            seen.append((namespaces.is_outdated(ledger), len(ledger), tiers.find(b"below")))
+            whole(value)
+
+        monkeypatch.setattr(ledger, name, look)
+
+    looking("forget")
+    looking("write_salt")
+    namespaces.reset(namespace)
+    assert seen == [(True, 2, None), (True, 0, None)]
+    assert not namespaces.is_outdated(ledger)
+
+
+ROOM = 8
+
+
+class Writer:
+    """Notes what is written, and the state that each slot had in the directory then."""
+
+    max_bytes = ROOM
+
+    def __init__(self) -> None:
+        self.full = False
+        self.table: ChunkTable | None = None
+        self.written: list[tuple[int, int, bytes, SlotState]] = []
+
+    def write(self, slot: int, generation: int, description: bytes) -> bool:
+        """Keep it, unless there is no room."""
+        if self.table is not None and not self.full:
+            state = SlotState(self.table.directory.state(slot))
+            self.written.append((slot, generation, description, state))
+        return not self.full
+
+
+def described_table() -> tuple[ChunkTable, Writer]:
+    """A table of four chunks, and what keeps its descriptions."""
+    writer = Writer()
+    table = add(
+        make_namespaces(4 * PAGE, make_descriptions=lambda _name, _size: writer),
+        *(0, PAGE),
+        record_bytes=64,
+    ).table
+    assert table.descriptions.writer is writer
+    writer.table = table
+    return table, writer
+
+
+def begin_described(
+    table: ChunkTable, keys: list[bytes], descriptions: Sequence[bytes]
+) -> tuple[list[int], list[int]]:
+    """Begin stores; slots and generations."""
+    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
+    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
+    return list(slots), list(generations)
+
+
+def test_a_description_is_kept_before_its_chunk_is_ready() -> None:
+    """The slot is being written; one without a description has none."""
+    table, writer = described_table()
+    slots, generations = begin_described(table, names(3), [b"first", b"", b"third"])
+    assert writer.written == [
+        (slots[0], generations[0], b"first", SlotState.WRITING),
+        (slots[2], generations[2], b"third", SlotState.WRITING),
+    ]
+    assert table.counts.descriptions == 2
+
+
+def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
+    """Its slot may be another chunk's."""
+    table, writer = described_table()
+    (key,) = names(1)
+    store(table, [key])
+    slots, generations = table.lending.lend(1, 1, 1, 0.0)
+    table.stores.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
+    table.stores.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
+    assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)
+    assert not writer.written
+
+
+def test_what_is_too_long_is_counted_and_stored_without() -> None:
+    """The chunks are READY all the same."""
+    table, writer = described_table()
+    longest, longer = bytes(ROOM), bytes(ROOM + 1)
+    refs = begin_described(table, names(2), [longest, longer])
+    writer.full = True
+    more = begin_described(table, names(1, first=2), [longest])
+    counts = table.counts
+    assert (counts.descriptions, counts.descriptions_too_long) == (1, 1)
+    assert counts.descriptions_no_room == 1
+    for slots, generations in (refs, more):
+        n = len(slots)
+        ready, _ = table.stores.share_done(
+            1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True
+        )
+        assert len(ready) == n

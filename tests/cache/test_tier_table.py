@@ -1,6 +1,5 @@
 """The tier table: which chunks lie below the pool."""
 
-import itertools
 import mmap
 import random
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,24 +23,19 @@ from msgspec.structs import replace
 
 from kvd.cache import tier_table
 from kvd.cache.directory import DirectoryWriter
-from kvd.cache.tier_table import MAX_ABSENT, TierTable
-from kvd.errors import IntegrityError
+from kvd.cache.tier_table import TierTable
 from kvd_proto.directory import DirectoryHeader, DirectoryView
-from kvd_proto.errors import DirectoryError
 from kvd_proto.tier_table import (
     ABSENT_MS,
-    BODY,
-    ENTRY_BYTES,
     MAX_TIER_ENTRIES,
     MIN_TIER_ENTRIES,
     UNKNOWN_ENTRIES,
     TierEntry,
-    TierHealth,
     TierTableView,
     tier_table_capacity,
 )
 from tests.cache import tier_reader
-from tests.cache.tables import add, make_namespaces
+from tests.exploring import explored
 
 SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
 
@@ -77,40 +70,6 @@ def whole_table(view: TierTableView, piece: int = 7) -> dict[bytes, TierEntry]:
     return dict(entry for end in ends for entry in view.held_chunks(max(0, end - piece), end))
 
 
-def test_a_directory_without_tiers_has_no_table() -> None:
-    """It costs no byte, and there is nothing to look up in."""
-    header = DirectoryHeader.plan(4, SPACE, BOOT)
-    assert header.total_bytes == header.tiers_offset
-    assert DirectoryWriter(bytearray(header.total_bytes), header).tiers is None
-
-
-def test_a_table_is_as_large_as_its_header_says() -> None:
-    """Behind the last home there is room for the longest run."""
-    header = DirectoryHeader.plan(4, SPACE, BOOT, tier_capacity=2**16, num_tiers=3)
-    assert header.total_bytes == header.tiers_offset + (2**16 + 512) * ENTRY_BYTES
-    assert DirectoryHeader.unpack(memoryview(header.pack() + bytes(header.total_bytes))) == header
-
-
-def test_namespaces_have_tables_where_there_are_tiers() -> None:
-    """Large enough for what tiers of this size may hold; a temporary one has none."""
-    known, unknown = "memory:,size=512MiB", "mooncake:master=host:1"
-    for second, entries in (("disk:/d,size=1MiB", 2**18), (unknown, UNKNOWN_ENTRIES)):
-        namespaces = make_namespaces(64 * 4096, tier=(known, second))
-        tiers = add(namespaces, 0, 4096).directory.tiers
-        assert tiers is not None
-        assert (tiers.num_tiers, tiers.capacity) == (2, entries)
-        assert add(namespaces, 1, 4096, temporary=True).directory.tiers is None
-
-
-@pytest.mark.parametrize(("capacity", "tiers"), [(48, 1), (0, 1), (64, 0), (64, 5), (0, 5)])
-def test_figures_that_contradict_each_other_are_refused(capacity: int, tiers: int) -> None:
-    """A capacity that is no power of two, or tiers without a table, are no directory."""
-    header = DirectoryHeader.plan(4, SPACE, BOOT, tier_capacity=capacity, num_tiers=tiers)
-    buffer = header.pack() + bytes(header.total_bytes)
-    with pytest.raises(DirectoryError):
-        DirectoryView(buffer)
-
-
 @pytest.mark.parametrize(
     ("chunks", "entries"),
     [
@@ -124,37 +83,6 @@ def test_figures_that_contradict_each_other_are_refused(capacity: int, tiers: in
 def test_the_capacity_follows_from_the_tiers_sizes(chunks: int | None, entries: int) -> None:
     """A power of two for a load of 0.75 or less, within bounds."""
     assert tier_table_capacity(chunks) == entries
-
-
-def test_several_tiers_hold_the_same_blocks() -> None:
-    """An entry has a bit for each tier, and one set of blocks."""
-    table, view = make()
-    assert view.find(b"k") is None
-    assert table.hold(b"k", 1, 0, 4, 2)
-    assert view.find(b"k") == TierEntry(0b10, 0, 4, 2)
-    assert table.hold(b"k", 0, 0, 4, 2)
-    assert view.find(b"k") == TierEntry(0b11, 0, 4, 2)
-    assert table.release(b"k", 1)
-    assert not table.release(b"k", 1)
-    assert not table.release(b"other", 0)
-    assert view.find(b"k") == TierEntry(0b01, 0, 4, 2)
-    assert table.release(b"k", 0)
-    assert view.find(b"k") is None
-    assert len(table) == 0
-
-
-def test_a_tier_with_fewer_blocks_than_another_is_not_noted() -> None:
-    """More blocks take the entry, fewer leave it to the other tier, and others replace it."""
-    table, view = make()
-    table.hold(b"k", 0, 0, 4, 0)
-    assert table.hold(b"k", 1, 2, 2, 0)
-    assert view.find(b"k") == TierEntry(0b01, 0, 4, 0)
-    assert table.hold(b"k", 0, 1, 2, 0)
-    assert view.find(b"k") == TierEntry(0b01, 1, 2, 0)
-    assert table.hold(b"k", 1, 0, 4, 0)
-    assert view.find(b"k") == TierEntry(0b10, 0, 4, 0)
-    assert table.hold(b"k", 0, 0, 4, 1)
-    assert view.find(b"k") == TierEntry(0b01, 0, 4, 1)
 
 
 def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,127 +99,6 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table.mark_absent(b"k", now)
     assert view.find(b"k") == TierEntry(1, 1, 3, 0)
     table.check_integrity()
-
-
-def test_what_a_tier_finds_at_its_start_is_noted_at_once() -> None:
-    """Thousands of chunks, some of which are there; all that fit are found by readers."""
-    table, view = make(2**13)
-    keys = [b"%d" % number for number in range(6200)]
-    for key in keys[:300:3]:
-        table.hold(key, 1, 0, 4, 0)
-    table.mark_absent(keys[1], monotonic())
-    count, zeros = np.arange(1, 3001) % 4 + 1, np.zeros(3000, np.int64)
-    head = table._changes.head
-    assert table.hold_all(keys[:3000], 0, zeros, count, zeros + 7) == 3000
-    assert table._changes.head - head < 1000
-    table.check_integrity()
-    assert len(table) == 3000
-    held = {key: TierEntry(1, 0, i % 4 + 1, 7) for i, key in enumerate(keys[:3000], 1)}
-    assert whole_table(view, 999) == held
-    assert all(view.find(key) == place for key, place in held.items())
-    more = np.zeros(3200, np.int64)
-    assert table.hold_all(keys[3000:], 0, more, more + 4, more) == 2**13 * 3 // 4 - 3000
-    table.check_integrity()
-
-
-def test_of_what_no_tier_has_the_oldest_is_forgotten() -> None:
-    """Only so many are known."""
-    table, view = make(2**13)
-    keys = [b"%d" % number for number in range(MAX_ABSENT + 2)]
-    for key in (*keys[:2], keys[0], *keys[2:]):
-        table.mark_absent(key, monotonic())
-    known = [key for key in keys if view.find(key) is not None]
-    assert known == keys[2:]
-    table.check_integrity()
-
-
-def test_a_full_table_takes_no_more() -> None:
-    """Three quarters of its homes; what is there may change, and a place that is free is taken."""
-    table, view = make(64)
-    keys = [b"%d" % number for number in range(60)]
-    taken = [key for key in keys if table.hold(key, 0, 0, 4, 0)]
-    assert taken == keys[:48]
-    table.mark_absent(keys[50], monotonic())
-    assert view.find(keys[50]) is None
-    assert table.hold(keys[0], 1, 0, 4, 0)
-    table.release(keys[7], 0)
-    assert table.hold(keys[50], 1, 0, 4, 0)
-    table.check_integrity()
-
-
-def test_a_crowded_home_takes_no_more() -> None:
-    """A chunk for which there is no place within the probe limit is not noted."""
-    table, view = make(64, limit=4)
-    keys = keys_at(63, 64, 5)
-    assert [table.hold(key, 0, 0, 4, 0) for key in keys] == [True] * 4 + [False]
-    assert whole_table(view).keys() == set(keys[:4])
-    table.forget()
-    assert table.hold(keys[4], 0, 0, 4, 0)
-    table.check_integrity()
-
-
-def test_a_tier_that_is_released_comes_back_when_it_is_swept() -> None:
-    """Its bits go piece by piece; until then nothing new of it is noted."""
-    table, view = make(2**16)
-    keys = [b"%d" % number for number in range(3000)]
-    for i, key in enumerate(keys):
-        table.hold(key, 0, 0, 4, 0)
-        if i % 3 == 0:
-            table.hold(key, 1, 0, 4, 0)
-    table.release_tier(0)
-    assert not table.hold(b"new", 0, 0, 4, 0)
-    assert not table.release(keys[0], 0)
-    sweeps = 0
-    while table.is_releasing(0):
-        table.sweep()
-        table.check_integrity()
-        sweeps += 1
-    assert sweeps > 1
-    assert whole_table(view, 9999) == dict.fromkeys(keys[::3], TierEntry(2, 0, 4, 0))
-    assert table.hold(b"new", 0, 0, 4, 0)
-    while not table.is_swept:
-        table.sweep()
-    table.check_integrity()
-
-
-def test_after_a_reset_nothing_is_there() -> None:
-    """At once for readers; the places are used again before they are swept, too."""
-    table, view = make()
-    keys = [b"%d" % number for number in range(48)]
-    for key in keys:
-        table.hold(key, 0, 0, 4, 0)
-    table.forget()
-    assert whole_table(view) == {}
-    assert not any(map(view.find, keys))
-    assert table.hold(keys[3], 1, 2, 2, 0)
-    assert whole_table(view) == {keys[3]: TierEntry(2, 2, 2, 0)}
-    table.check_integrity()
-    while not table.is_swept:
-        table.sweep()
-    table.check_integrity()
-    assert whole_table(view) == {keys[3]: TierEntry(2, 2, 2, 0)}
-
-
-def test_what_is_known_of_a_tier() -> None:
-    """Readers see the figures that were set, and zeros before."""
-    table, view = make()
-    assert view.health(1) == TierHealth(False, 0, 0, 0)
-    status = TierHealth(True, 1200, 3 * 10**9, 2**40)
-    table.set_health(1, status)
-    assert (view.health(0), view.health(1)) == (TierHealth(False, 0, 0, 0), status)
-    with pytest.raises(IndexError):
-        view.health(2)
-
-
-def test_integrity_is_checked() -> None:
-    """A byte that is not what was written is found."""
-    for at, wrong in ((0, 9), (1, 4), (2, 9), (4, 1), (24, 0)):
-        table, _ = make()
-        (key,) = keys_at(5, 64, 1)
-        table.hold(key, 0, 0, 4, 0)
-        table._bytes[5 * ENTRY_BYTES + at] = wrong
-        with pytest.raises(IntegrityError):
-            table.check_integrity()
 
 
 def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
@@ -331,60 +138,6 @@ class Watched:
     def __setitem__(self, where: int, value: int) -> None:
         self._words[where] = value
         self._look()
-
-
-class Torn:
-    """Bytes of a table: a reader looks when the first half of what is written is there."""
-
-    def __init__(self, whole: memoryview, look: Any) -> None:
-        self._whole = whole
-        self._look = look
-
-    def __getitem__(self, where: slice) -> memoryview:
-        return self._whole[where]
-
-    def __setitem__(self, where: slice, value: memoryview) -> None:
-        half = where.start + 14  # the blocks are written, the key is not
-        self._whole[where.start : half] = value[:14]
-        self._look()
-        self._whole[where] = value
-
-
-def test_an_entry_is_not_found_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that comes while blocks are replaced sees neither the old nor half of the new."""
-    table, view = make()
-    table.hold(b"k", 0, 0, 4, 0)
-    found: list[TierEntry | None] = []
-
-    def pack(*told: Any) -> None:
-        found.append(view.find(b"k"))
-        BODY.pack_into(*told)
-        found.append(view.find(b"k"))
-
-    monkeypatch.setattr(tier_table, "_PACK", pack)
-    assert table.hold(b"k", 0, 4, 4, 0)
-    assert found == [None, None]
-    assert view.find(b"k") == TierEntry(0b01, 4, 4, 0)
-
-
-def test_an_entry_is_not_found_half_moved() -> None:
-    """While entries shift back, a reader finds each with its own blocks, or misses it."""
-    table, view = make()
-    keys = keys_at(3, 64, 6)
-    places = {key: TierEntry(0b01, i, i + 1, i) for i, key in enumerate(keys)}
-    for key, place in places.items():
-        table.hold(key, 0, place.first, place.count, place.group)
-    looks = itertools.count(1)
-
-    def look() -> None:
-        next(looks)
-        for key, place in places.items():
-            assert view.find(key) in {None, place}
-        assert whole_table(view).items() <= places.items()
-
-    table._bytes = Torn(table._bytes, look)  # type: ignore[assignment]
-    table.release(keys[0], 0)
-    assert next(looks) == len(keys)  # each of the others moved once
 
 
 TIERS = 3
@@ -574,4 +327,4 @@ def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_table, "MAX_ABSENT", 3)
     monkeypatch.setattr(tier_table, "SCANNED_AT_ONCE", 5)
     monkeypatch.setattr(tier_table, "SWEPT_AT_ONCE", 2)
-    run_state_machine_as_test(TierTableMachine, settings=settings(stateful_step_count=60))
+    run_state_machine_as_test(TierTableMachine, settings=explored(40, 60))

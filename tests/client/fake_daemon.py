@@ -222,6 +222,11 @@ class FakeDaemon:
         for session in self.sessions:
             self._server.send(session.client, WIRE.encode(message), fds)
 
+    def send(self, frame: bytes) -> None:
+        """Send bytes to every session, in the daemon's thread, from which this is called."""
+        for session in self.sessions:
+            self._server.send(session.client, frame)
+
     @in_its_thread
     def finish(self, status: JobStatus = JobStatus.OK) -> None:
         """Answer the jobs that were held back."""
@@ -374,7 +379,7 @@ class FakeDaemon:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._commands.get_nowait()()
-        self._thawed.wait()
+        self._thawed.wait(10 * SECONDS)
         if self._running:
             self._read(self._server, self._request)
         if self._running and self._lane is not None:

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from msgspec import structs
 
 from kvd_client import announcer as announcer_module
 from kvd_client.announcer import Announcer
@@ -496,37 +495,6 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def tell(chunks: dict[int, Description | None]) -> tuple[Announcer, list[Announcement]]:
-    """What is told of these chunks, by the node that ends each, when all come at once."""
-    places = {ChunkLocation(node, 1, 0, 4, 0): found for node, found in chunks.items()}
-    announcer = Announcer(places.get)
-    stored = {key_of(place.slot): place for place in places}
-    return announcer, announcer.announce(Differences(stored))
-
-
-def repeat_all(announcer: Announcer, num_chunks: int = 1) -> list[StoredBlocks]:
-    """What a whole round stores again."""
-    announcements: list[Announcement] = []
-    announcer.begin_repeat()
-    while announcer.repeating:
-        announcements += announcer.repeat(num_chunks)
-    return [each for each in announcements if isinstance(each, StoredBlocks)]
-
-
-def test_parents_come_first() -> None:
-    """Chunks that come at once are told from a prompt's beginning on, each once."""
-    _, told = tell({node: describe([node], node - 1 if node else None) for node in (3, 1, 2, 0)})
-    assert [each.hashes for each in told] == [(block_hash(node),) for node in range(4)]
-
-
-def test_a_chunk_without_description_is_named_by_its_key() -> None:
-    """Without a description hash and group are read from the key; tokens are empty."""
-    _, told = tell({5: None})
-    assert told == [StoredBlocks((block_hash(5),), b"", b"", 0, 0)]
-    short = Announcer(lambda _: None).announce(Differences({b"key": ChunkLocation(0, 1, 0, 1, 0)}))
-    assert short == [StoredBlocks((b"key",), b"", b"", 0, 0)]
-
-
 def below(first: int = 0) -> ChunkLocation:
     """A chunk in tiers, without some of its four blocks."""
     return ChunkLocation(NO_SLOT, 0, first, 4 - first, 0)
@@ -551,42 +519,6 @@ def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_de
     assert tokens == [b"", tokens_of([1]), tokens_of([2])]
 
 
-def test_only_descriptions_that_tiers_may_need_are_remembered() -> None:
-    """Of groups that are announced there, from the time on that there are tiers."""
-    places = {ChunkLocation(node, 1, 0, 1, 0): describe([node], None, node) for node in range(2)}
-    announcer = Announcer(places.get, tier_groups=[0])
-    stored = {key_of(place.slot, place.slot): place for place in places}
-    announcer.announce(Differences(stored))
-    repeat_all(announcer)
-    assert [chunk.description for chunk in announcer._memory.values()] == [b"", b""]
-    announcer.has_tiers = True
-    repeat_all(announcer)
-    remembered, other = [chunk.description for chunk in announcer._memory.values()]
-    assert remembered
-    assert other == b""
-
-
-def test_both_media_of_a_chunk_remember_one_description() -> None:
-    """The bytes of what is in memory and in tiers are kept once."""
-    announcer = Announcer({ChunkLocation(0, 1, 0, 1, 0): describe([0], None)}.get)
-    announcer.has_tiers = True
-    announcer.announce(Differences({key_of(0): ChunkLocation(0, 1, 0, 1, 0)}))
-    announcer.announce(Differences(stored_in_tiers={key_of(0): below()}))
-    memory, tiers = announcer._memory[key_of(0)], announcer._tiers[key_of(0)]
-    assert memory.description
-    assert memory.description is tiers.description
-
-
-def test_blocks_are_told_with_the_tokens_that_follow_them() -> None:
-    """Of a hash that covers tokens after its block, those of the next block or after the chunk."""
-    description = structs.replace(describe([0, 1, 2], None), lookahead=tokens_of([3])[:4])
-    place = ChunkLocation(0, 1, 1, 2, 0)
-    (told,) = Announcer({place: description}.get).announce(Differences({key_of(2): place}))
-    assert isinstance(told, StoredBlocks)
-    assert (told.hashes, told.tokens) == ((block_hash(1), block_hash(2)), tokens_of([1, 2]))
-    assert told.lookahead == (tokens_of([2])[:4], tokens_of([3])[:4])
-
-
 def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:
     """Chunks of one block, each the parent of the next, announced from the last one on."""
     places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(length)]
@@ -599,41 +531,6 @@ def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:
     while announcer.waiting:
         announcer.announce(Differences())
     return announcer, places
-
-
-def test_a_part_of_a_round_is_bounded() -> None:
-    """A long chain that was announced from its end is repeated from its beginning, in parts."""
-    announcer, _ = announced_chain(100)
-    announcer.begin_repeat()
-    parts = []
-    while announcer.repeating:
-        parts.append(announcer.repeat(2))
-    assert max(map(len, parts)) == 4
-    told = [each.hashes for part in parts for each in part if isinstance(each, StoredBlocks)]
-    assert told == [(block_hash(node),) for node in range(100)]
-
-
-def test_a_block_in_tiers_that_loses_its_tokens_in_a_round_is_repeated_in_memory_first() -> None:
-    """A router that knows it in tiers only never drops what follows it."""
-    found = {ChunkLocation(1, 1, 0, 2, 0): describe([0, 1], None)}
-    announcer = Announcer(found.get)
-    announcer.announce(Differences(dict.fromkeys([key_of(1)], next(iter(found)))))
-    late = TreeRouter()
-    announcer.begin_repeat()
-    both, last = ChunkLocation(NO_SLOT, 0, 0, 2, 0), ChunkLocation(NO_SLOT, 0, 1, 1, 0)
-    for kept in ({key_of(1): both}, {key_of(0): below(3), key_of(1): last}):
-        for each in announcer.announce(Differences(stored_in_tiers=kept)):
-            late.hear(each)
-    assert (0, True, block_hash(1)) in late.parents
-
-
-def test_a_block_that_comes_again_in_a_round_is_removed_before() -> None:
-    """A router may have lost its removal, which the round does not repeat any more."""
-    announcer, places = announced_chain(1)
-    announcer.announce(Differences(removed=[key_of(0)]))
-    announcer.begin_repeat()
-    told = announcer.announce(Differences({key_of(0): places[0]}))
-    assert [type(each) for each in told] == [RemovedBlocks, StoredBlocks]
 
 
 def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,41 +548,17 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
         assert not announcer.repeating
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> None:
-    """Once; a router that follows parents has them, with all messages or with the round's only."""
-    first, again = ChunkLocation(0, 1, 0, 1, 0), ChunkLocation(7, 2, 0, 1, 0)
-    child = ChunkLocation(1, 1, 0, 1, 0)
-    found = {first: describe([0], None), child: describe([1], 0)}
-    announcer, router = Announcer(found.get), TreeRouter()
-    told = announcer.announce(Differences({key_of(0): first, key_of(1): child}))
-    found[again] = found.pop(first)
-    heard = [] if late else told
-    announcer.begin_repeat()
-    while announcer.repeating:
-        heard += announcer.repeat(1)
-    heard += announcer.announce(Differences({key_of(0): again}))
-    assert announcer.announce(Differences({key_of(0): again})) == []
-    for each in heard:
-        router.hear(each)
-    assert set(router.parents) == {(0, False, block_hash(node)) for node in range(2)}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        describe([0, 0], None),  # one block twice
-        describe([0], 0),  # its own parent
-        describe([1, 0], 0),  # a circle
-    ],
-)
-def test_descriptions_that_lie_do_no_harm(wrong: Description) -> None:
-    """Whatever another engine has written, chunks are told and taken back."""
-    announcer, told = tell({0: wrong, 1: describe([1], 0)})
-    assert told
-    assert repeat_all(announcer)
-    check_announcer(announcer)
-    announcer.announce(Differences({}, [key_of(0)]))
-    announcer.announce(Differences({}, [key_of(1), b"never said"]))
-    check_announcer(announcer)
-    assert not list(announcer.announced)
+def test_descriptions_that_lie_do_no_harm() -> None:
+    """A block twice, its own parent, a circle: chunks are told and taken back all the same."""
+    for wrong in (describe([0, 0], None), describe([0], 0), describe([1, 0], 0)):
+        places = [ChunkLocation(node, 1, 0, 4, 0) for node in range(2)]
+        announcer = Announcer({places[0]: wrong, places[1]: describe([1], 0)}.get)
+        assert announcer.announce(Differences({key_of(place.slot): place for place in places}))
+        announcer.begin_repeat()
+        while announcer.repeating:
+            announcer.repeat(1)
+            check_announcer(announcer)
+        announcer.announce(Differences({}, [key_of(0)]))
+        announcer.announce(Differences({}, [key_of(1), b"never said"]))
+        check_announcer(announcer)
+        assert not list(announcer.announced)

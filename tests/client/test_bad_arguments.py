@@ -29,7 +29,6 @@ from kvd_client import (
     KvdClientError,
     Label,
     LoadTicket,
-    RankLayout,
     Scheduler,
     Store,
     StoreTicket,
@@ -50,48 +49,16 @@ BLOCKS = [(0, 1), (0, 1)]
 JOB = JobBlocks.of([3, 4, 5], [3], [1], [0, 2], [5, 6])
 
 
-JUNK: dict[str, Any] = {
-    "None": None,
-    "an object": object(),
-    "a text": "text",
-    "half a surrogate pair": "\ud800",
-    "NUL": "a\0b",
-    "bytes": b"bytes",
-    "bytearray": bytearray(9),
-    "-1": -1,
-    "2**40": 2**40,
-    "2**63": 2**63,
-    "2**200": 2**200,
-    "1.5": 1.5,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "1e300": 1e300,
-    "True": True,
-    "a list of objects": [object()],
-    "a list of None": [None],
-    "a list of lists": [[1], [2]],
-    "a list of text": ["a", "b"],
-    "a list of large numbers": [2**200],
-    "a list of empty bytes": [b""],
-    "a list of long bytes": [bytes(49)],
-    "a dict": {"a": 1},
-    "a dict's keys": {}.keys(),
-    "numpy int": np.int64(1),
-    "numpy float": np.float32(0.5),
-    "floats": np.array([0.5, 1.5]),
-    "two dimensions": np.zeros((2, 2), np.uint32),
-    "no dimension": np.array(7),
-    "objects": np.array([object()], dtype=object),
-    "texts": np.array(["a"]),
-    "signed": np.array([-1, -2], np.int64),
-    "every second": np.arange(6, dtype=np.uint32)[::2],
-    "big endian": np.arange(3, dtype=">u4"),
-    "a tensor": torch.zeros(3),
-    "a tensor of no dimension": torch.tensor(3),
-    "a type": int,
-    "a function": len,
-    "an exception": ValueError("x"),
-}
+JUNK: list[Any] = [
+    *(None, object(), int, len, ValueError("x"), True, {"a": 1}, {}.keys()),
+    *("text", "half a surrogate pair \ud800", "a\0b", b"bytes", bytearray(9)),
+    *(-1, 2**40, 2**63, 2**200, 1.5, float("nan"), float("inf"), 1e300),
+    *([object()], [None], [[1], [2]], ["a", "b"], [2**200], [b""], [bytes(49)]),
+    *(np.int64(1), np.float32(0.5), np.array(7), np.array([0.5, 1.5]), np.array(["a"])),
+    *(np.zeros((2, 2), np.uint32), np.array([object()], dtype=object), np.array([-1, -2])),
+    *(np.arange(6, dtype=np.uint32)[::2], np.arange(3, dtype=">u4")),
+    *(torch.zeros(3), torch.tensor(3)),
+]
 
 
 @dataclass
@@ -175,6 +142,12 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
     ),
     "Scheduler.label": (lambda rig: rig.scheduler.label, {"keys": KEYS, "label": Label.DONE}),
     "Scheduler.report_missed": (lambda rig: rig.scheduler.report_missed, {"keys": KEYS}),
+    "Scheduler.request_promotion": (lambda rig: rig.scheduler.request_promotion, {"keys": KEYS}),
+    "Scheduler.find_tier": (
+        lambda rig: rig.scheduler.find_tier,
+        {"key": b"key", "first": 0, "count": 1},
+    ),
+    "Scheduler.tier_status": (lambda rig: rig.scheduler.tier_status, {"number": 0}),
     "Scheduler.give_up": (lambda rig: rig.scheduler.give_up, {"keys": KEYS}),
     "Scheduler.reset": (lambda rig: rig.scheduler.reset, {"timeout": 1.0}),
     "Scheduler.wait_attached": (lambda rig: rig.scheduler.wait_attached, {"timeout": 0.0}),
@@ -238,61 +211,37 @@ def test_invalid_arguments_are_refused_by_an_error_that_names_them(
     function, good = CALLS[name]
     function(rig)(**good)
     wrong = []
-    for argument, (what, junk) in itertools.product(good, JUNK.items()):
+    for argument, junk in itertools.product(good, JUNK):
         try:
             function(rig)(**{**good, argument: junk})
         except KvdClientError as error:
             text = str(error)
             if NAMED_AS.get(argument, argument) not in text or not 15 < len(text) < 1000:
-                wrong.append(f"{argument}={what}: {text}")
+                wrong.append(f"{argument}={junk!r}: {text}")
     assert not wrong
     faults = [r for r in caplog.records if r.levelno >= logging.ERROR or r.exc_info]
     assert not faults, faults[0].getMessage()
 
 
-BAD_LAYOUTS: dict[str, tuple[Any, str]] = {
-    "numpy's number": (msgspec.structs.replace(LAYOUT, num_blocks=np.int64(8)), "int64"),
-    "huge": (msgspec.structs.replace(LAYOUT, num_blocks=2**70), "num_blocks"),
-    "deep inside": (
-        msgspec.structs.replace(LAYOUT, tensors=(TensorSpec(0, "0", 512, 512),)),  # type: ignore[arg-type]
-        r"tensors\[",
-    ),
-    "no such tensor": (
-        msgspec.structs.replace(LAYOUT, groups=(GroupSpec((TensorRef(7, 512),), 16),)),
-        "refs",
-    ),
-    "half a surrogate pair": (
-        msgspec.structs.replace(
-            LAYOUT, groups=(GroupSpec((TensorRef(0, 512),), 16, kind="\ud800"),)
-        ),
-        "surrogate",
-    ),
-}
+BAD_FIELDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # layout, fingerprint, the words
+    ({"num_blocks": np.int64(8)}, {}, "int64"),
+    ({"num_blocks": 2**70}, {}, "num_blocks"),
+    ({"tensors": (TensorSpec(0, "0", 512, 512),)}, {}, r"tensors\["),  # type: ignore[arg-type]
+    ({"groups": (GroupSpec((TensorRef(7, 512),), 16),)}, {}, "refs"),
+    ({"groups": (GroupSpec((TensorRef(0, 512),), 16, kind="\ud800"),)}, {}, "surrogate"),
+    ({}, {"model": 7}, "model"),
+    ({}, {"model": ""}, "model"),
+    ({}, {"model": "a\u202e"}, r"fingerprint.model.*U\+202E at 1"),
+    ({}, {"dtype": None}, "dtype"),
+]
 
 
-@pytest.mark.parametrize("what", sorted(BAD_LAYOUTS))
-def test_layouts_are_checked_to_the_last_field(rig: Rig, what: str) -> None:
+def test_layouts_and_fingerprints_are_checked_to_the_last_field(rig: Rig) -> None:
     """A field of the wrong type is named, by the worker, before a daemon sees it."""
-    layout, named = BAD_LAYOUTS[what]
-    with pytest.raises(UsageError, match=named):
-        rig.register(layout=layout, fingerprint=FINGERPRINT)
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"model": 7}, "model"),
-        ({"model": b"m"}, "model"),
-        ({"model": ""}, "model"),
-        ({"model": "a\u202e"}, r"fingerprint.model.*U\+202E at 1"),
-        ({"dtype": None}, "dtype"),
-    ],
-)
-def test_fingerprints_are_checked_too(rig: Rig, fields: dict[str, Any], named: str) -> None:
-    """As layouts are."""
-    fingerprint = Fingerprint(**{"model": "tiny", **fields})
-    with pytest.raises(UsageError, match=named):
-        rig.register(layout=LAYOUT, fingerprint=fingerprint)
+    for fields, names, words in BAD_FIELDS:
+        layout = msgspec.structs.replace(LAYOUT, **fields)
+        with pytest.raises(UsageError, match=words):
+            rig.register(layout=layout, fingerprint=Fingerprint(**{"model": "tiny", **names}))
 
 
 def freed() -> torch.Tensor:
@@ -302,59 +251,35 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-BAD_TENSORS: dict[str, tuple[Any, type[KvdClientError], str]] = {
-    "nothing": ([], UsageError, "no tensors"),
-    "one tensor": (torch.zeros(4, 4), UsageError, "list of tensors"),
-    "numpy": ([np.zeros((4, 4))], UsageError, "ndarray"),
-    "another device": ([torch.zeros(4, 4, device="meta")], UnsupportedMemory, "meta"),
-    "freed": ([freed()], UsageError, "freed"),
-    "empty": ([torch.zeros(0, 4)], UsageError, "empty"),
-    "no dimension": ([torch.tensor(3)], UsageError, "0 dimensions"),
-    "sparse": ([torch.zeros(4, 4).to_sparse()], UnsupportedMemory, "strided"),
-    "every second column": ([torch.zeros(4, 8)[:, ::2]], UnsupportedMemory, "page_bytes"),
-    "expanded": ([torch.zeros(1, 8).expand(4, 8)], UsageError, "overlap"),
-    "a text as a dimension": ([BlockTensor(torch.zeros(4, 4), "0")], UsageError, "block_dim"),  # type: ignore[arg-type]
-    "no such dimension": ([BlockTensor(torch.zeros(4, 4), 2)], UsageError, "block_dim"),
-    "a page of 0 bytes": (
-        [BlockTensor(torch.zeros(4, 4), page_bytes=0)],
-        UsageError,
-        "page_bytes",
-    ),
-    "a text as a stride": (
-        [BlockTensor(torch.zeros(4, 4), block_stride="x")],  # type: ignore[arg-type]
-        UsageError,
-        "block_stride",
-    ),
-}
+BAD_TENSORS: list[tuple[Any, type[KvdClientError], str]] = [
+    ([], UsageError, "no tensors"),
+    (torch.zeros(4, 4), UsageError, "list of tensors"),
+    ([np.zeros((4, 4))], UsageError, "ndarray"),
+    ([torch.zeros(4, 4, device="meta")], UnsupportedMemory, "meta"),
+    ([freed()], UsageError, "freed"),
+    ([torch.zeros(0, 4)], UsageError, "empty"),
+    ([torch.tensor(3)], UsageError, "0 dimensions"),
+    ([torch.zeros(4, 4).to_sparse()], UnsupportedMemory, "strided"),
+    ([torch.zeros(4, 8)[:, ::2]], UnsupportedMemory, "page_bytes"),
+    ([torch.zeros(1, 8).expand(4, 8)], UsageError, "overlap"),
+    ([BlockTensor(torch.zeros(4, 4), "0")], UsageError, "block_dim"),  # type: ignore[arg-type]
+    ([BlockTensor(torch.zeros(4, 4), 2)], UsageError, "block_dim"),
+    ([BlockTensor(torch.zeros(4, 4), page_bytes=0)], UsageError, "page_bytes"),
+    ([BlockTensor(torch.zeros(4, 4), block_stride="x")], UsageError, "block_stride"),  # type: ignore[arg-type]
+]
 
 
-@pytest.mark.parametrize("what", sorted(BAD_TENSORS))
-def test_tensors_that_cannot_be_shared_are_named(what: str) -> None:
-    """Wrong devices, layouts, strides and freed memory are refused in a sentence."""
-    tensors, error, named = BAD_TENSORS[what]
-    with pytest.raises(error, match=named):
-        share_torch(tensors)
-
-
-@pytest.mark.parametrize("fd", [-1, 10**6, 2**40, 2**200, "7", None, 1.5])
-def test_only_open_descriptors_are_memory(fd: Any) -> None:
-    """A number that is no descriptor, or no number."""
-    with pytest.raises(UsageError, match="fd="):
-        HostMemory(fd, 4096)
-
-
-@pytest.mark.parametrize(
-    ("address", "nbytes"), [(0, 1), (-1, 1), ("x", 1), (2**64, 1), (4096, 0), (4096, 1.5)]
-)
-def test_only_addresses_are_device_memory(address: Any, nbytes: Any) -> None:
-    """Refused before a driver is asked."""
-    with pytest.raises(UsageError, match="needed"):
-        DeviceMemory.at(address, nbytes)
-
-
-def test_lookups_of_a_generator_are_of_all_its_keys(rig: Rig) -> None:
-    """Keys that can be gone through once only are not lost on the way."""
-    assert len(rig.scheduler.lookup_many(key for key in KEYS)) == len(KEYS)  # type: ignore[arg-type]
+def test_memory_that_cannot_be_shared_is_named() -> None:
+    """Wrong devices, layouts, strides, freed memory, addresses and descriptors, in a sentence."""
+    for tensors, error, named in BAD_TENSORS:
+        with pytest.raises(error, match=named):
+            share_torch(tensors)
+    for fd in (-1, 10**6, 2**200, "7", None, 1.5):
+        with pytest.raises(UsageError, match="fd="):
+            HostMemory(fd, 4096)  # type: ignore[arg-type]
+    for address, nbytes in ((0, 1), ("x", 1), (2**64, 1), (4096, 0), (4096, 1.5)):
+        with pytest.raises(UsageError, match="needed"):  # before a driver is asked
+            DeviceMemory.at(address, nbytes)  # type: ignore[arg-type]
 
 
 def control_pages() -> int:
@@ -371,10 +296,3 @@ def test_a_refused_worker_leaves_no_descriptor(rig: Rig) -> None:
             Worker(rig.daemon.runtime_dir, engine, 0, 1)  # type: ignore[arg-type]
     gc.collect()
     assert control_pages() == before
-
-
-def test_a_layout_of_lists_is_taken_for_one_of_tuples(rig: Rig) -> None:
-    """What is equal on the wire is equal here."""
-    layout = RankLayout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__})
-    layout = msgspec.structs.replace(layout, storages=list(layout.storages))
-    assert rig.register(layout=layout, fingerprint=FINGERPRINT)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Scheduler, UsageError, session
+from kvd_client import Scheduler, UsageError
 from kvd_client.changes import ChunkLocation, Differences
 from kvd_client.scheduler_session import ABSENT_SECONDS, ChangeSource, PublishedChanges
 from kvd_proto.descriptions import (
@@ -17,7 +17,7 @@ from kvd_proto.descriptions import (
     record_offset,
 )
 from kvd_proto.directory import DirectoryView
-from kvd_proto.messages import Message, Ping, Reset, ResetDone
+from kvd_proto.messages import Message, Reset, ResetDone
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.proto.changing import KEYS, Changing
 from tests.waiting import DEADLINE, eventually
@@ -98,18 +98,6 @@ def test_a_reset_takes_all_back(daemon: FakeDaemon, scheduler: Scheduler) -> Non
     assert all_changes(scheduler) == ({b"after"}, {b"ready"})
 
 
-def test_a_reset_that_no_daemon_answers_takes_all_back(runtime_dir: Path) -> None:
-    """Without a daemon a reset removes all, at once."""
-    with FakeDaemon(runtime_dir) as daemon:
-        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
-        daemon.attach(scheduler)
-        assert all_changes(scheduler) == ({b"ready"}, set())
-    with scheduler:
-        eventually(lambda: not scheduler.connected)
-        scheduler.reset(0)
-        assert all_changes(scheduler) == (set(), {b"ready"})
-
-
 def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Who has told others that nothing is cached can have all again, without removals."""
     daemon.attach(scheduler)
@@ -117,28 +105,6 @@ def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
     scheduler.repeat_changes()
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
-
-
-def test_figures_reach_the_daemon(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that publishes reports what it has published; others report nothing of it."""
-    monkeypatch.setattr(session, "REPORT_SECONDS", 0.01)
-    with (
-        Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as publishing,
-        Scheduler(daemon.runtime_dir, "other", deadline=DEADLINE) as other,
-    ):
-        daemon.attach(publishing, other)
-        all_changes(other)
-        assert all_changes(publishing) == ({b"ready"}, set())
-        daemon.make_ready(b"new")
-        all_changes(publishing)
-
-        def totals() -> list[tuple[int, int, int]]:
-            pings = [ping.kv_events for ping in daemon.wait_for(Ping)]
-            return [(each.published, each.snapshots, each.overruns) for each in pings if each]
-
-        eventually(lambda: totals()[-1:] == [(2, 1, 0)])
-        lags = [ping.kv_events.lag_us for ping in daemon.wait_for(Ping) if ping.kv_events]
-        assert max(lags) > 0
 
 
 def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -210,19 +176,3 @@ def test_a_long_absence_takes_all_back() -> None:
     assert summed(changes, lambda: changes.take(1)) == (set(), set(KEYS[:2]))
     changes.switch(source_of(changing))
     assert summed(changes, lambda: changes.take(100)) == (set(KEYS[:2]), set())
-
-
-def test_figures_are_of_one_session() -> None:
-    """Figures begin at 0 with each session, and are reported when they have changed."""
-    _, changing, changes = following([0, 1, 2])
-    report = changes.report()
-    assert report is not None
-    assert (report.published, report.snapshots, report.overruns) == (3, 1, 0)
-    assert changes.report() is None
-    changes.begin_session()
-    assert changes.report() is None
-    changing.apply(("drop", 0, 0))
-    changes.take(100)
-    report = changes.report()
-    assert report is not None
-    assert (report.published, report.snapshots) == (1, 0)

@@ -1,6 +1,5 @@
 """From tickets and an engine's blocks to the arrays of a job."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
 from kvd_client.tickets import pack_chunks
 from kvd_proto.jobs import chunks_per_group
 from tests.layouts import flat_layout
-
-LAYOUT = flat_layout(1, factor=2)
 
 
 def store_ticket(places: dict[bytes, tuple[int, int]]) -> StoreTicket:
@@ -76,62 +73,38 @@ def test_a_job_has_exactly_the_granted_chunks(
     assert job.generations.numpy().tolist() == [slot + 100 for slot in slots]
 
 
-def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
-    """The error names both numbers; a value of another kind is named."""
-    ticket = store_ticket({b"k": (0, 1)})
-    with pytest.raises(UsageError, match=r"groups\[0\] has 1 keys, its 5 blocks from 3 on lie in"):
-        pack_chunks(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], LAYOUT)
-    with pytest.raises(UsageError, match="ChunkBlocks are needed"):
-        pack_chunks(ticket, [([b"k"], [1])], LAYOUT)  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="prepare_store or prepare_load"):
-        pack_chunks(None, [], LAYOUT)  # type: ignore[arg-type]
+TICKET = store_ticket({b"k": (0, 1)})
+NULL_BLOCK = 7
+REFUSED: list[tuple[Any, list[Any], str]] = [  # ticket, groups, words of the error
+    (
+        TICKET,
+        [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)],
+        r"groups\[0\] has 1 keys, its 5 blocks from 3 on lie in",
+    ),
+    (TICKET, [([b"k"], [1])], "ChunkBlocks are needed"),
+    (None, [], "prepare_store or prepare_load"),
+    # Also a block of a chunk that was not granted.
+    (
+        store_ticket({}),
+        [ChunkBlocks([], []), ChunkBlocks([b"k"], [1, NULL_BLOCK])],
+        r"groups\[1\]\.blocks has block 7, the layout's null block",
+    ),
+    (TICKET, [ChunkBlocks([b"k"], np.ones((2, 2)))], "whole numbers"),  # type: ignore[arg-type]
+    *(
+        (TICKET, [ChunkBlocks([key], [1])], r"keys\[0\] is .*: bytes are needed")  # type: ignore[list-item]
+        for key in ("k", [1], bytearray(b"k"), None)
+    ),
+    # Fields of a ticket that no daemon gave have other types, or do not fit each other.
+    *(
+        (ticket, [ChunkBlocks([b"k"], [1])], "ticket=")
+        for ticket in (StoreTicket(keys=(b"k",)), LoadTicket(slots=[3]), StoreTicket(keys=None))  # type: ignore[arg-type]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "figures"),
-    [([1, 7], "blocks has block 7, the layout's null block"), (np.ones((2, 2)), "whole numbers")],
-)
-def test_the_null_block_is_refused_whether_or_not_its_chunk_was_granted(
-    blocks: Any, figures: str
-) -> None:
-    """A block that holds no KV, or rows in place of numbers, are named with their group."""
-    with pytest.raises(UsageError, match=rf"groups\[1\]\..*{figures}"):
-        pack_chunks(
-            store_ticket({}),
-            [ChunkBlocks([], []), ChunkBlocks([b"k"], blocks)],
-            flat_layout(1, factor=2, null_block=7),
-        )
-
-
-@pytest.mark.parametrize("key", ["k", [1], bytearray(b"k"), None])
-def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
-    """They would be left out without a word, as are those that the ticket has not."""
-    with pytest.raises(UsageError, match=r"groups\[0\]\.keys\[0\] is .*: bytes are needed"):
-        pack_chunks(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], flat_layout(1))
-
-
-@pytest.mark.parametrize(
-    "ticket",
-    [StoreTicket(keys=(b"k",)), LoadTicket(slots=[3]), StoreTicket(keys=None)],  # type: ignore[arg-type]
-)
-def test_tickets_that_no_daemon_gave_are_refused(ticket: StoreTicket | LoadTicket) -> None:
-    """Their fields have other types, or do not fit each other."""
-    with pytest.raises(UsageError, match="ticket="):
-        pack_chunks(ticket, [ChunkBlocks([b"k"], [1])], flat_layout(1))
-
-
-def test_tickets_travel_to_other_processes() -> None:
-    """What is copied as objects are that go to another process has no scheduler to tell."""
-    ended: list[bool] = []
-    ticket = StoreTicket(
-        keys=(b"k",),
-        slots=np.array([7], "<u4"),
-        generations=np.array([9], "<u8"),
-        on_exit=ended.append,
-    )
-    with copy.copy(ticket) as there:
-        assert (there.keys, there.slots.tolist(), there.generations.tolist()) == ((b"k",), [7], [9])
-    loaded = LoadTicket((b"k",), ticket.slots, ticket.generations, np.array([True]), 3, 60.0)
-    with copy.copy(loaded) as there_too:
-        assert (there_too.lease, there_too.found.tolist()) == (3, [True])
-    assert ended == []
+def test_what_does_not_fit_is_refused_by_an_error_that_names_it() -> None:
+    """Keys, blocks and tickets of other kinds, or of numbers that contradict each other."""
+    layout = flat_layout(1, factor=2, null_block=NULL_BLOCK)
+    for ticket, groups, words in REFUSED:
+        with pytest.raises(UsageError, match=words):
+            pack_chunks(ticket, groups, layout)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +9,6 @@ from kvd_client.sglang.pages import (
     PageRun,
     cached_pages,
     cached_prefix,
-    chunk_keys,
     split_into_chunks,
     window_ends,
 )
@@ -95,15 +93,3 @@ def test_windows_end_where_their_pages_are(found: list[bool], size: int) -> None
     """A length counts where its last pages are there, all of them where it is shorter."""
     expected = {n for n in range(1, len(found) + 1) if all(found[max(0, n - size) : n])}
     assert window_ends(found, size) == expected
-
-
-def test_a_chunk_is_named_by_its_last_page() -> None:
-    """Full chunks first, the rest filled from the chunk's end."""
-    assert split_into_chunks(KEYS[:5], 4) == [PageRun(KEYS[3], 0, 4, 0), PageRun(KEYS[4], 4, 1, 3)]
-
-
-def test_keys_are_the_bytes_of_hashes() -> None:
-    """A hash in hex is half as long in bytes; what is none is refused."""
-    assert chunk_keys(["ab" * 32]) == [b"\xab" * 32]
-    with pytest.raises(ValueError, match="hex"):
-        chunk_keys(["no hash"])

@@ -20,44 +20,48 @@ from tests.client import cuda_scenarios as scenarios
 from tests.fakecuda.harness import FakeCuda
 from tests.processes import python
 
+IN_TURN = [  # of one process, which leave its device as it was
+    scenarios.ipc_memory_is_its_allocation_and_an_offset,
+    scenarios.a_storage_of_several_allocations_is_its_segments,
+    scenarios.no_more_segments_than_a_registration_can_carry,
+    scenarios.memory_in_absurdly_many_allocations_is_refused,
+    scenarios.memory_that_is_not_exportable_is_refused,
+    scenarios.what_is_no_device_memory_is_refused,
+    scenarios.memory_that_was_taken_back_is_freed,
+    scenarios.bindings_that_lack_a_constant_are_named,
+    scenarios.numbers_are_reached_when_the_stream_is_there,
+    scenarios.a_page_that_is_written_to_later_stays,
+    scenarios.a_page_stays_when_a_write_is_not_marked,
+    scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
+]
 NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
+
+
+@pytest.mark.fakecuda
+def test_worker_on_the_test_driver(fakecuda: FakeCuda) -> None:
+    """A scenario's name is the behaviour."""
+    fakecuda.check(scenarios.run, *(scenario.__name__ for scenario in IN_TURN), SEED=3)
 
 
 @pytest.mark.fakecuda
 @pytest.mark.parametrize(
     ("scenario", "switches"),
     [
-        (scenarios.ipc_memory_is_its_allocation_and_an_offset, {}),
-        (scenarios.a_storage_of_several_allocations_is_its_segments, {}),
-        (scenarios.no_more_segments_than_a_registration_can_carry, {}),
-        (scenarios.memory_in_absurdly_many_allocations_is_refused, {}),
-        (scenarios.a_storage_that_ends_outside_its_memory_is_refused, {}),
-        (scenarios.memory_that_is_not_exportable_is_refused, {}),
         (scenarios.a_thread_without_a_context_shares_memory, {"DEVICES": 2}),
-        (scenarios.a_process_without_a_device_has_no_device_memory, {}),
-        (scenarios.memory_that_was_taken_back_is_freed, {}),
-        (scenarios.what_is_no_device_memory_is_refused, {}),
-        (scenarios.numbers_are_reached_when_the_stream_is_there, {}),
-        (scenarios.a_page_that_is_written_to_later_stays, {}),
-        (scenarios.a_page_stays_when_a_write_is_not_marked, {}),
-        (scenarios.a_number_after_one_that_was_not_marked_waits_for_it, {}),
-        (scenarios.a_failed_signal_raises_and_the_next_one_counts, {}),
         (scenarios.memory_of_one_worker_is_on_one_device, {"DEVICES": 2}),
+        (scenarios.a_process_without_a_device_has_no_device_memory, {}),
         (scenarios.streams_that_cannot_write_are_refused, {"MEM_OPS": 0}),
         # Its first call fails, with and without a name for the error.
         (NEVER_STARTS, {"FAIL": "cuInit:1:999"}),
-        (NEVER_STARTS, {"FAIL": "cuInit:1:999,cuGetErrorName:1:999"}),
         (NEVER_STARTS, {"FAIL": f"cuInit:1:{scenarios.UNKNOWN_CODE}"}),
-        (NEVER_STARTS, {"FAIL": f"cuInit:1:999,cuGetErrorName:1:{scenarios.UNKNOWN_CODE}"}),
         (scenarios.no_failure_of_the_driver_leaves_a_worker_that_is_registered, {}),
-        (scenarios.bindings_that_lack_a_constant_are_named, {}),
     ],
     ids=lambda part: getattr(part, "__name__", ""),
 )
-def test_worker_on_the_test_driver(
+def test_worker_on_a_test_driver_of_its_own(
     scenario: Callable[[], None], switches: dict[str, object], fakecuda: FakeCuda
 ) -> None:
-    """The scenario's name is the behaviour."""
+    """Of scenarios that need a process, or a driver, that no other has used."""
     fakecuda.check(scenario, SEED=3, **switches)
 
 
@@ -88,10 +92,6 @@ def test_every_call_of_the_worker_may_fail_once(fakecuda: FakeCuda, tmp_path: Pa
         ),
         (
             scenarios.a_write_counts_when_it_is_marked,
-            scenarios.a_page_stays_when_a_write_is_not_marked,
-        ),
-        (
-            scenarios.a_write_counts_when_it_is_marked,
             scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
         ),
         (
@@ -117,7 +117,7 @@ def test_every_rule_is_missed(
     rule: Callable[[], None], scenario: Callable[[], None], fakecuda: FakeCuda
 ) -> None:
     """Without the rule the scenario, which succeeds with it, fails."""
-    done = fakecuda.run(scenarios.without, rule.__name__, scenario.__name__, DEVICES=2)
+    done = fakecuda.run(scenarios.run, rule.__name__, scenario.__name__, DEVICES=2)
     assert done.returncode == 1
     signs = "AssertionError", "error 700", "CUDA_ERROR_INVALID_CONTEXT"
     assert any(sign in done.stderr for sign in signs), done.stderr
@@ -128,12 +128,10 @@ def test_devices_are_named_by_uuid_whatever_is_hidden(
     fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With CUDA_VISIBLE_DEVICES device 0 is another one, and its name says so."""
-    environment = fakecuda.environment(DEVICES=2)
-    for visible in ("0", "1"):
-        chosen = environment | {"CUDA_VISIBLE_DEVICES": visible}
-        monkeypatch.setattr(FakeCuda, "environment", lambda _, chosen=chosen: chosen)
-        name = fakecuda.check(scenarios.names_its_memory).strip()
-        assert name == f"cuda:fa4ecda000004000800000000000000{visible}"
+    environment = fakecuda.environment(DEVICES=2) | {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setattr(FakeCuda, "environment", lambda _: environment)
+    name = fakecuda.check(scenarios.names_its_memory).strip()
+    assert name == "cuda:fa4ecda0000040008000000000000001"
 
 
 def test_without_a_driver_memory_is_unsupported() -> None:

@@ -1,6 +1,5 @@
-"""Descriptions from `prepare_store` to the daemon, and the file that it keeps them in."""
+"""Descriptions from `prepare_store` to the daemon, and how much fits one message to it."""
 
-import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvd_client import LookupResult, Scheduler, StoreAnswer, UsageError
-from kvd_client.outbox import MAX_DESCRIBED_BYTES
+from kvd_client.outbox import MAX_DESCRIBED_BYTES, Outbox
+from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import (
     MAX_DESCRIPTION_BYTES,
     Description,
@@ -17,7 +17,7 @@ from kvd_proto.descriptions import (
     pack_record,
     record_offset,
 )
-from kvd_proto.messages import Attached, Detached
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Attached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.client.test_steps import answered, keys_of, wait_steps
 from tests.waiting import DEADLINE, eventually
@@ -46,13 +46,13 @@ def describing(daemon: FakeDaemon) -> Iterator[Scheduler]:
         yield scheduler
 
 
+@pytest.mark.usefixtures("kept")
 def test_descriptions_are_told_with_the_keys_that_are_accepted(
-    daemon: FakeDaemon, describing: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler
 ) -> None:
     """One for each key that begins; those of keys that are there already are not sent."""
     daemon.attach(describing)
     assert describing.describes
-    assert kept >= 0
     keys = [b"a", b"ready", b"b", b"c"]
     describing.prepare_store(keys, descriptions=[b"of a", b"of ready", None, b"of c"])
     describing.prepare_store([b"d"])
@@ -62,11 +62,11 @@ def test_descriptions_are_told_with_the_keys_that_are_accepted(
     assert step.descriptions == (b"of a", b"", b"of c", b"")
 
 
+@pytest.mark.usefixtures("kept")
 def test_keys_before_one_whose_description_raises_are_told_all_the_same(
-    daemon: FakeDaemon, describing: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler
 ) -> None:
     """Their stores begin in the daemon and end there; this engine has no slot left over."""
-    assert kept >= 0
     daemon.attach(describing)
 
     def describe(number: int) -> bytes:
@@ -81,45 +81,7 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     (step,) = wait_steps(daemon, 1)
     assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 0", b"of 1"))
     answered(describing)
-    there = describing._attachments.current
-    assert there is not None
-    outbox = there.decisions.outbox
-    assert (outbox.started_stores, outbox.reassigned) == ({}, {})
-
-
-def test_a_function_describes_what_can_be_accepted(
-    daemon: FakeDaemon, describing: Scheduler, kept: int
-) -> None:
-    """It is asked about no other key: most are often there already."""
-    assert kept >= 0
-    asked: list[int] = []
-
-    def describe(number: int) -> bytes:
-        asked.append(number)
-        return b"of %d" % number
-
-    daemon.attach(describing)
-    describing.prepare_store([b"ready", b"a", b"a", b"b"], descriptions=describe)
-    assert asked == [1, 3]
-    describing.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 1", b"of 3"))
-
-
-@pytest.mark.parametrize("events", [False, True])
-def test_descriptions_that_no_engine_reads_are_not_sent(
-    daemon: FakeDaemon, kept: int, *, events: bool
-) -> None:
-    """The scheduler was made without `events=True`, or the daemon has no file for them."""
-    assert kept >= 0
-    if events:
-        daemon.descriptions = None
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=events) as scheduler:
-        daemon.attach(scheduler)
-        assert not scheduler.describes
-        scheduler.prepare_store([b"a"], descriptions=[b"of a"])
-        (step,) = wait_steps(daemon, 1)
-        assert (step.keys, step.descriptions) == ((b"a",), ())
+    assert describing.prepare_store([b"c"], descriptions=[b"of c"]).answers == (ACCEPTED,)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +102,11 @@ def test_wrong_descriptions_are_refused_before_anything_is_done(
     assert text in str(caught.value)
 
 
+@pytest.mark.usefixtures("kept")
 def test_more_than_a_message_takes_waits_for_a_later_step(
-    daemon: FakeDaemon, describing: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler
 ) -> None:
     """What was told before leaves first; of one call alone the keys that do not fit are FULL."""
-    assert kept >= 0
     daemon.attach(describing)
     largest = bytes(MAX_DESCRIPTION_BYTES)
     fit = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
@@ -158,32 +120,6 @@ def test_more_than_a_message_takes_waits_for_a_later_step(
     assert second.keys == (*keys[:fit], keys[-1])
     assert (second.descriptions, second.refused) == ((*(largest,) * fit, b""), 1)
     assert describing.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
-
-
-def test_the_file_is_read_while_attached_and_closed_afterwards(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int
-) -> None:
-    """Its descriptor is the attachment's own, and goes with it."""
-    daemon.attach(stepping)
-    there = stepping._attachments.current
-    assert there is not None
-    assert there.descriptions is not None
-    fd = there.descriptions._fd
-    assert fd != kept
-    assert there.descriptions.read(3, 7) == DESCRIPTION
-    assert there.descriptions.read(3, 8) is None
-    del there
-    daemon.notify(Detached(reason="test"))
-    eventually(lambda: not stepping.attached)
-
-    def closed() -> bool:
-        gc.collect()
-        try:
-            return not os.path.sameopenfile(fd, kept)
-        except OSError:
-            return True
-
-    eventually(closed)
 
 
 def test_a_notice_without_its_descriptors_attaches_nobody(
@@ -203,3 +139,27 @@ def test_a_notice_without_its_descriptors_attaches_nobody(
     daemon.notify(message, (fd,))
     os.close(fd)
     eventually(lambda: not stepping.attached)
+
+
+def test_the_largest_step_fits_a_message() -> None:
+    """As many keys and as many bytes of descriptions as an outbox takes; no byte more is taken."""
+    box = Outbox(2)
+    size = MAX_DESCRIBED_BYTES // MAX_KEYS
+    assert box.has_description_room(MAX_DESCRIBED_BYTES)
+    for n in range(MAX_KEYS):
+        box.start_store(n.to_bytes(MAX_KEY_BYTES, "little"), n, 2**63, (1, 1), bytes(size))
+    assert not box.has_description_room(1)
+    assert not box.has_room(1)
+    WIRE.encode(box.take(7)[0])
+
+
+def test_the_largest_step_of_leases_fits_a_message() -> None:
+    """One that pins as many leases as it can beside one chunk with all the descriptions' bytes."""
+    box = Outbox(2)
+    pieces = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
+    for n in range(pieces):
+        box.start_store(b"%048d" % n, n, 2**63, (0, 2), bytes(MAX_DESCRIPTION_BYTES))
+    for lease in range(MAX_KEYS - pieces):
+        box.pin(2**62 + lease, 600_000, [2**31], [2**63])
+    assert not box.has_room(1)
+    WIRE.encode(box.take(7)[0])

@@ -4,64 +4,14 @@ import threading
 
 import pytest
 
-from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_client import Label, LookupResult, Scheduler, StoreAnswer
+from kvd_client.decisions import LoanQueue, ReuseFilter
 from kvd_proto.messages import LABEL_ONLY, Message, Step
-from tests.client.fake_daemon import FakeDaemon, stepped
-from tests.client.test_steps import answered, steps, wait_steps
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.test_steps import wait_steps
 from tests.waiting import DEADLINE
 
 ACCEPTED, PRESENT, FULL = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.FULL
-
-
-def misses(scheduler: Scheduler, key: bytes) -> bool:
-    """Whether no call finds a chunk."""
-    return (
-        scheduler.lookup(key) is LookupResult.MISS
-        and scheduler.lookup_many([key]) == [LookupResult.MISS]
-        and scheduler.cached_blocks(key) is None
-        and scheduler.prepare_load([key]).keys == ()
-    )
-
-
-def test_a_chunk_is_gone_when_its_slot_is_given_to_another_key(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """It is found while the slot is on loan, and stored anew from the call on that gives it."""
-    daemon.lendable = [0, *range(100, 104)]
-    daemon.attach(stepping)
-    assert stepping.lookup(b"ready") is LookupResult.HIT
-    ticket = stepping.prepare_store([b"k"])
-    assert ticket.slots.tolist() == [0]
-    assert misses(stepping, b"ready")
-    again = stepping.prepare_store([b"ready"])
-    assert (again.answers, again.slots.tolist()) == ((ACCEPTED,), [100])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.lookup_many([b"k", b"ready"]) == [LookupResult.HIT_PENDING] * 2
-
-
-def test_in_one_call_too_a_chunk_is_gone_when_its_slot_is_given_away(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """A key that comes after it gets a slot of its own."""
-    daemon.lendable = [0, 100]
-    daemon.attach(stepping)
-    ticket = stepping.prepare_store([b"k", b"ready"])
-    assert (ticket.keys, ticket.slots.tolist()) == ((b"k", b"ready"), [0, 100])
-
-
-def test_a_chunk_whose_slot_the_daemon_did_not_give_away_is_found_again(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """The store was lost, as the loan had ended: the answer says so through the directory."""
-    daemon.lendable = [0]
-    daemon.attach(stepping)
-    daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)
-    stepping.prepare_store([b"k"])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.lookup_many([b"ready", b"k"]) == [LookupResult.HIT, LookupResult.MISS]
-    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
 
 
 @pytest.mark.parametrize("use", ["load", "store"])
@@ -122,12 +72,31 @@ def test_a_step_says_what_requests_used_missed_and_left_out(
     assert (step.missed, step.unstored) == ((b"e", b"f"), (b"g",))
 
 
-def test_a_prompt_has_no_more_chunks_than_its_request(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """One that has is an invalid argument, and nothing of it is told."""
-    daemon.attach(stepping)
-    with pytest.raises(UsageError, match="prompt=3: a whole number is needed, 0 to 2"):
-        stepping.request_finished([b"a", b"b"], prompt=3)
-    stepping.end_step()
-    assert steps(daemon) == []
+def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
+    """Also where the answer with the earlier one is taken in last, as around a reset."""
+    loans = LoanQueue()
+    for answer in ([(3, 5)], [(3, 6), (4, 7)], [(4, 2)]):
+        loans.add(answer)
+    assert [loans.take(lambda *_: True) for _ in range(3)] == [(3, 6), (4, 7), None]
+
+
+def test_the_loan_of_a_chunk_that_is_pinned_is_at_hand_again_with_the_next_answer() -> None:
+    """The daemon may have refused the pin; of a session that ends no loan is left."""
+    loans = LoanQueue()
+    loans.add([(3, 5), (4, 5)])
+    assert [loans.take(lambda *_: True, {3}) for _ in range(2)] == [(4, 5), None]
+    loans.add([(6, 5)])
+    assert [loans.take(lambda *_: True) for _ in range(2)] == [(3, 5), (6, 5)]
+    loans.add([(7, 5)])
+    loans.clear()
+    assert loans.take(lambda *_: True) is None
+
+
+def test_the_latest_keys_are_remembered() -> None:
+    """Those that were offered longest ago make room."""
+    reuse = ReuseFilter(2, 3)
+    for key in (b"a", b"b", b"c", b"d"):
+        assert not reuse.admit(key)
+    assert len(reuse) == 3
+    assert not reuse.admit(b"a")
+    assert reuse.admit(b"d")

@@ -12,8 +12,8 @@ import pytest
 from kvd_client import Label, LookupResult, Scheduler, session
 from kvd_proto.messages import Hello, Ping, Reset, Status, Step
 from tests.client.fake_daemon import FakeDaemon
-from tests.client.test_steps import steps, wait_steps
-from tests.waiting import DEADLINE, eventually
+from tests.client.test_steps import steps
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 HOUR = 3600.0
 
@@ -52,19 +52,6 @@ def step(scheduler: Scheduler, name: str) -> None:
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
 
 
-def test_no_call_of_a_step_waits_for_a_daemon_that_stands_still(
-    daemon: FakeDaemon, patient: Scheduler
-) -> None:
-    """Steps go on with the loans that are at hand; all of it is told when it goes on."""
-    daemon.freeze()
-    for i in range(10):
-        step(patient, f"k{i}")
-    assert steps(daemon) == []
-    daemon.thaw()
-    told = wait_steps(daemon, 10)
-    assert [key for each in told for key in each.keys] == [b"k%d" % i for i in range(10)]
-
-
 def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
     daemon: FakeDaemon, patient: Scheduler
 ) -> None:
@@ -73,9 +60,6 @@ def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
     for i in range(200):
         patient.request_finished([b"k%d" % i])
         patient.end_step()
-    there = patient._attachments.current
-    assert there is not None
-    assert there.connection.num_unanswered < 100
     daemon.thaw()
 
     def told() -> list[bytes]:
@@ -134,29 +118,8 @@ def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
     assert waiting.is_alive()
     daemon.replies[request_kind] = good
     daemon.kill()  # which ends all waiting
-    waiting.join()
-
-
-def test_the_keepers_own_requests_hold_nobody_up(daemon: FakeDaemon, patient: Scheduler) -> None:
-    """It tells the daemon of lookups by itself, and waits for the answer."""
-    daemon.replies[Ping] = lambda _: None
-    patient.lookup(b"ready")
-    daemon.wait_for(Ping)
-    step(patient, "k")
-    assert wait_steps(daemon, 1)[0].keys == (b"k",)
-
-
-@pytest.mark.parametrize("lock", ["_changed", "_readiness"])
-def test_a_step_needs_no_lock_of_who_waits(
-    daemon: FakeDaemon, patient: Scheduler, lock: str
-) -> None:
-    """Whoever waits for an attachment, or is told of news, is in nobody's way."""
-    held = patient._changed if lock == "_changed" else patient._readiness._lock
-    with held:
-        stepping = threading.Thread(target=step, args=(patient, "k"))
-        stepping.start()
-        stepping.join()
-    wait_steps(daemon, 1)
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
 
 
 def test_a_step_without_an_answer_ends_the_session(
@@ -179,22 +142,3 @@ def test_a_step_without_an_answer_ends_the_session(
         eventually(lambda: scheduler.connected)
         daemon.attach(scheduler)
         step(scheduler, "k")
-
-
-def test_steps_without_an_answer_wake_the_keeper(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would look much later by itself."""
-    monkeypatch.setattr(session, "REPORT_SECONDS", HOUR)
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as scheduler:
-        daemon.attach(scheduler)
-        scheduler.deadline = 0.2
-        daemon.freeze()
-        step(scheduler, "k")
-
-        def lost() -> bool:
-            scheduler.end_step()
-            return not scheduler.attached
-
-        eventually(lost)
-        daemon.thaw()

@@ -1,16 +1,14 @@
 """The scheduler's session and its lookups against a fake daemon."""
 
 import select
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
-from kvd_client.attachment import Attachment, Attachments
-from kvd_client.connection import Notice
+from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
+    MAX_KEYS,
     Detached,
     Error,
     ErrorCode,
@@ -18,10 +16,10 @@ from kvd_proto.messages import (
     Lookups,
     Message,
     Ping,
+    Pong,
     Reset,
     ResetDone,
     Status,
-    StatusReport,
     Step,
 )
 from tests.client.conftest import frozen
@@ -149,13 +147,6 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
-def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Reset and status return what the daemon says."""
-    daemon.attach(scheduler)
-    assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
-    assert scheduler.status() == {"ready": True}
-
-
 def test_a_session_that_the_daemon_ends_connects_again(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,24 +158,31 @@ def test_a_session_that_the_daemon_ends_connects_again(
     assert scheduler.status()
 
 
-@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
-def test_refusal_comes_to_nothing(
-    daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
-) -> None:
+def test_refusal_comes_to_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """A refused request comes to nothing, and the session goes on."""
     good = daemon.replies[Status]
-    daemon.replies[Status] = lambda _: Error(code=code, text="no")
+    daemon.replies[Status] = lambda _: Error(code=ErrorCode.INTERNAL, text="no")
     assert scheduler.status() == {}
     daemon.replies[Status] = good
     assert scheduler.status()
     assert len(daemon.wait_for(Hello)) == 1
 
 
+@pytest.mark.parametrize(
+    "frame", [b"", b"nothing", WIRE.encode(Pong(pid=1), 12345)], ids=["kind", "bytes", "request"]
+)
 def test_nonsense_from_the_daemon_ends_the_session(
-    daemon: FakeDaemon, scheduler: Scheduler
+    daemon: FakeDaemon, scheduler: Scheduler, frame: bytes
 ) -> None:
-    """A reply of the wrong type ends the session, not the engine."""
-    daemon.replies[Status] = lambda _: Ping()
+    """A reply of the wrong type, to no request, or that cannot be read; the engine goes on."""
+
+    def answer(_: Message) -> Message | None:
+        if not frame:
+            return Ping()
+        daemon.send(frame)
+        return None
+
+    daemon.replies[Status] = answer
     assert scheduler.status() == {}
     daemon.wait_for(Hello, 2)
 
@@ -193,6 +191,8 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
     with pytest.raises(UsageError, match="49 bytes"):
         scheduler.lookup(b"x" * 49)
+    with pytest.raises(UsageError, match="keys in one call"):
+        scheduler.request_promotion([b"k"] * (MAX_KEYS + 1))
     with pytest.raises(UsageError, match=r"found=2: .* 0 to 1"):
         scheduler.count_tokens(1, 2)
     with pytest.raises(UsageError, match="shorter"):
@@ -213,42 +213,6 @@ def test_closed_raises(scheduler: Scheduler) -> None:
             call()
 
 
-def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Concurrent calls each get their own reply."""
-    numbers = iter(range(1000))
-    daemon.replies[Status] = lambda _: StatusReport(status={"number": next(numbers)})
-    seen: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: seen.extend(scheduler.status()["number"] for _ in range(30))
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen) == list(range(120))
-
-
-def test_an_attachment_that_comes_with_the_end_of_its_session_is_forgotten(
-    daemon: FakeDaemon, quiet: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A caller may give the connection up while its thread handles what came over it."""
-    found(daemon, quiet)
-    handle = quiet._on_notice
-
-    def given_up_meanwhile(notice: Notice) -> None:
-        quiet._give_up(quiet._connection, "a caller was tired of it")
-        handle(notice)
-
-    monkeypatch.setattr(quiet, "_on_notice", given_up_meanwhile)
-    daemon.attach()
-    daemon.wait_for(Hello, 2)
-    eventually(lambda: not quiet.attached)
-    assert quiet.lookup(b"ready") is LookupResult.MISS
-
-
 # ------------------------------------- what an event loop is told: every change, and none too early
 
 
@@ -258,47 +222,20 @@ def wait_for_news(scheduler: Scheduler) -> None:
     assert scheduler.take_ready()
 
 
-def quieten(scheduler: Scheduler) -> None:
-    """Take in what has happened until now."""
-    scheduler.fileno()
-    scheduler.take_ready()
-
-
-def test_news_come_with_what_they_tell_of(
-    daemon: FakeDaemon, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_come_with_what_they_tell_of(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
-    quieten(scheduler)
-    look_in, early = scheduler._attachments._read_from, []
-
-    def look_first(attachment: Attachment | None) -> None:
-        early.append(scheduler.take_ready())
-        look_in(attachment)
-
-    monkeypatch.setattr(scheduler._attachments, "_read_from", look_first)
-    for _ in range(3):
+    scheduler.fileno()
+    scheduler.take_ready()  # what has happened until now
+    for _ in range(10):
         daemon.attach()
         wait_for_news(scheduler)
         assert scheduler.lookup(b"ready") is LookupResult.HIT
         daemon.notify(Detached(reason="rank 0 is gone"))
         wait_for_news(scheduler)
         assert scheduler.lookup(b"ready") is LookupResult.MISS
-    assert early == [False] * 6
 
 
-class LooksAtOnce(Attachments):
-    """Attachments of a scheduler that looks a key up in the moments in which they begin and end."""
-
-    seen: list[LookupResult]
-    lookup: Callable[[bytes], LookupResult]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name == "current" and len(self.seen) < 2:
-            self.seen.append(self.lookup(b"ready"))
-
-
-def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+def test_cached_blocks_are_those_that_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """First block and count of a READY chunk; nothing of others, nor before and after ATTACHED."""
     assert scheduler.cached_blocks(b"ready") is None
     daemon.attach(scheduler)
@@ -309,40 +246,6 @@ def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Schedul
         scheduler.cached_blocks(b"")
     daemon.notify(Detached(reason="rank 0 is gone"))
     eventually(lambda: scheduler.cached_blocks(b"partial") is None)
-
-
-def test_lookups_have_changed_once_attached_has(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Who sees that the engine is attached finds what is there at once, and after it nothing."""
-    attachments = scheduler._attachments
-    attachments.__class__ = LooksAtOnce
-    assert isinstance(attachments, LooksAtOnce)
-    attachments.seen, attachments.lookup = [], scheduler.lookup
-    daemon.attach(scheduler)
-    daemon.notify(Detached(reason="rank 0 is gone"))
-    seen = eventually(lambda: attachments.seen, lambda seen: len(seen) == 2)
-    assert seen == [LookupResult.HIT, LookupResult.MISS]
-
-
-def test_news_are_kept_for_who_asks_without_a_descriptor(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """An engine may just call `take_ready` now and then: it is told once."""
-    scheduler.take_ready()
-    daemon.attach(scheduler)
-    assert eventually(scheduler.take_ready)
-    assert not scheduler.take_ready()
-
-
-def test_the_answer_to_a_reset_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
-    """A chunk became READY meanwhile, and was a miss to who looked when the pipe said so."""
-    found(daemon, quiet)
-    quieten(quiet)
-    with frozen(daemon, quiet):
-        assert not quiet.reset(0.0)
-        quiet.take_ready()
-        assert quiet.lookup(b"ready") is LookupResult.MISS
-    while quiet.lookup(b"ready") is not LookupResult.HIT:
-        wait_for_news(quiet)
 
 
 # --------------- what the daemon is told of lookups: totals of the session, nothing twice
@@ -360,14 +263,6 @@ def last_told(daemon: FakeDaemon) -> Lookups | None:
     return daemon.wait_for(Ping)[-1].lookups
 
 
-def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """The keeper tells the totals by itself; only READY chunks are hits."""
-    daemon.attach(scheduler)
-    scheduler.lookup(b"ready")
-    scheduler.lookup_many([b"ready", b"writing", b"no"])
-    eventually(lambda: last_told(daemon), lambda told: told == Lookups(chunks=4, hit_chunks=2))
-
-
 @pytest.mark.usefixtures("told_at_the_end")
 def test_a_session_tells_before_it_leaves(
     daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
@@ -380,45 +275,6 @@ def test_a_session_tells_before_it_leaves(
     scheduler.close()
     (ping,) = daemon.wait_for(Ping)
     assert ping.lookups == Lookups(chunks=1, hit_chunks=0)
-
-
-@pytest.mark.usefixtures("told_at_the_end")
-def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """After a restart of the daemon only what was looked up since then is told."""
-    scheduler.lookup(b"no")
-    daemon.kill()
-    until(scheduler, connected=False)
-    scheduler.lookup_many([b"no", b"nobody"])
-    with FakeDaemon(daemon.runtime_dir) as other:
-        until(scheduler, connected=True)
-        other.attach(scheduler)
-        scheduler.lookup_many([b"ready", b"no", b"ready"])
-        scheduler.close()
-        assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
-
-
-def test_aborted_requests_are_told_to_the_daemon_that_follows(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """What went wrong while there was no daemon is told later, once."""
-    daemon.kill()
-    until(scheduler, connected=False)
-    scheduler.count_aborted(3)
-    with FakeDaemon(daemon.runtime_dir) as second:
-        until(scheduler, connected=True)
-        eventually(
-            lambda: last_told(second),
-            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=3),
-        )
-        second.kill()
-        until(scheduler, connected=False)
-    with FakeDaemon(daemon.runtime_dir) as third:
-        until(scheduler, connected=True)
-        scheduler.count_aborted(1)
-        eventually(
-            lambda: last_told(third),
-            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=1),
-        )
 
 
 @pytest.mark.usefixtures("told_at_the_end")
@@ -441,29 +297,3 @@ def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
             scheduler.close()
             told = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
             assert last_told(other) == told
-
-
-@pytest.mark.usefixtures("told_at_the_end")
-def test_hints_and_the_speed_of_prefill_are_told(daemon: FakeDaemon) -> None:
-    """Hints as sums; the speed, in whole nanoseconds, to each daemon once."""
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
-        scheduler.count_hints(2, ignored=1)
-        scheduler.count_hints(1, cut=3)
-        scheduler.set_prefill_seconds(0.00025)
-        scheduler.close()
-    (ping,) = daemon.wait_for(Ping)
-    assert ping.prefill_ns == 250_000
-    assert ping.lookups == Lookups(chunks=0, hit_chunks=0, hints=3, hints_ignored=1, hints_cut=3)
-
-
-@pytest.mark.usefixtures("told_at_the_end")
-def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
-    """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""
-    with Scheduler(
-        daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
-    ) as scheduler:
-        daemon.attach(scheduler)
-        scheduler.lookup(b"ready")
-        scheduler.count_tokens(100, 48)
-        scheduler.count_tokens(20, 0)
-    assert last_told(daemon) == Lookups(chunks=1, hit_chunks=1, tokens=120, hit_tokens=48)

@@ -11,13 +11,10 @@ from kvd_client import (
     TIER_UNKNOWN,
     LookupResult,
     Scheduler,
-    TierHealth,
     TierInfo,
-    UsageError,
 )
-from kvd_client import decisions as module
-from kvd_client.decisions import REREQUEST_SECONDS, SchedulerTiers
-from kvd_proto.messages import MAX_KEYS, Detached, Step
+from kvd_client.decisions import REREQUEST_SECONDS
+from kvd_proto.messages import Detached
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
 from tests.waiting import eventually
@@ -99,19 +96,6 @@ def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
     assert stepping.find_tier(b"other") == NO_TIER
 
 
-def test_a_chunk_on_its_way_up_is_still_below(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Who waits for it sees from which tier it comes."""
-    table.hold(b"writing", 0, *WHOLE, 0)
-    assert stepping.lookup(b"writing") is LookupResult.HIT_PENDING
-    assert stepping.find_tier(b"writing") == 0
-    table.hold(b"k", 0, *WHOLE, 0)
-    daemon.make_ready(b"k")
-    assert stepping.lookup(b"k") is LookupResult.HIT
-    assert stepping.find_tier(b"k") == 0
-
-
 def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
@@ -121,19 +105,6 @@ def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
     assert stepping.lookup(b"part") is LookupResult.MISS
     assert stepping.find_tier(b"part") == NO_TIER
     assert stepping.find_tier(b"part", 1, 1) == 0
-
-
-def test_the_tiers_and_their_figures_are_read_from_shared_memory(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """As the daemon writes them; of a number that is none there is nothing."""
-    status = TierHealth(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
-    table.set_health(1, status)
-    before = len(daemon.received)
-    assert stepping.tiers == (DISK, SHARED)
-    assert stepping.tier_status(1) == status
-    assert stepping.tier_status(2) is None
-    assert len(daemon.received) == before
 
 
 def test_without_tiers_nothing_is_below_and_nothing_is_sought(
@@ -166,30 +137,6 @@ def test_without_tiers_nothing_is_below_and_nothing_is_sought(
 # ------------------------------------------------------------------------ seek
 
 
-def test_what_is_sought_is_told_with_the_step(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it in one message, in order, beside what else was decided; nothing waits for it."""
-    del table
-    monkeypatch.setattr(module, "REREQUEST_SECONDS", 3600.0)
-    assert stepping.request_promotion([b"a", b"b"]) == 2
-    ticket = stepping.prepare_store([b"new"])
-    assert stepping.request_promotion([b"c", b"a", b"c"]) == 1
-    assert steps(daemon) == []
-    stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (step.sought, step.keys) == ((b"a", b"b", b"c"), ticket.keys)
-
-
-def test_without_steps_it_is_told_at_once(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """As all that such a scheduler decides."""
-    daemon.tiers = (DISK,)
-    daemon.attach(scheduler)
-    scheduler.request_promotion([b"a"])
-    (step,) = wait_steps(daemon, 1)
-    assert step == Step(wanted=step.wanted, sought=(b"a",))
-
-
 def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,58 +155,3 @@ def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     stepping.end_step()
     wait_steps(daemon, 1)
     assert sought(daemon) == [(b"a", b"ready", b"ready", b"a")]
-
-
-def test_a_new_attachment_has_been_told_nothing(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Another daemon, or one that has lost a rank, does not know what was sought before."""
-    del table
-    assert stepping.request_promotion([b"a"]) == 1
-    attach_anew(daemon, stepping)
-    assert stepping.request_promotion([b"a"]) == 1
-
-
-def test_only_so_many_keys_are_remembered(
-    table: TierTable, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest are forgotten first; those of one call are told of all the same."""
-    monkeypatch.setattr(module, "MAX_REQUESTED_KEYS", 3)
-    assert daemon.directory is not None
-    tiers = SchedulerTiers(daemon.directory, table, (DISK,))
-    assert tiers.take_unrequested([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
-    assert tiers.take_unrequested([b"a", b"d"], 1.0) == [b"a"]
-    assert tiers.take_unrequested([b"b"], 1.0) == [b"b"]
-
-
-def test_more_than_a_message_holds_is_left_for_the_next_step(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Nothing is lost: these keys do not count as told."""
-    del table
-    daemon.freeze()
-    stepping.deadline = 1000.0
-    keys = [b"%d" % number for number in range(MAX_KEYS)]
-    assert stepping.request_promotion(keys) == MAX_KEYS
-    assert stepping.request_promotion([b"one more"]) == 1  # what there was is sent
-    daemon.thaw()
-
-
-@pytest.mark.parametrize("keys", [b"a", [b""], [b"x" * 49], ["a"], [b"k"] * (MAX_KEYS + 1)])
-def test_keys_that_are_none_are_refused(stepping: Scheduler, keys: object) -> None:
-    """Before anything is done."""
-    with pytest.raises(UsageError):
-        stepping.request_promotion(keys)  # type: ignore[arg-type]
-
-
-def test_numbers_that_are_none_are_refused(stepping: Scheduler) -> None:
-    """Of tiers and of blocks, and keys."""
-    for key in (b"", b"x" * 49, "k"):
-        with pytest.raises(UsageError):
-            stepping.find_tier(key)  # type: ignore[arg-type]
-    for number in (-1, 4, True, "0"):
-        with pytest.raises(UsageError):
-            stepping.tier_status(number)  # type: ignore[arg-type]
-    for blocks in ((-1, 1), (0, 0), (1, -1)):
-        with pytest.raises(UsageError):
-            stepping.find_tier(b"k", *blocks)

@@ -34,7 +34,7 @@ FIGURES = {
 USERS = {(0, 0): True, (65534, 0): False, (0, 65534): False, (65533, 65534): False}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.fakecuda
 @pytest.mark.timeout(400)
 def test_make_gpu_writes_every_figure_but_those_of_a_part_that_fails(

@@ -51,7 +51,7 @@ class InTiers:
     """What is to be said of chunks in tiers.
 
     Of such a chunk all blocks are said, or of one whose description could not be read while it was
-    in memory only its last block, without tokens. Which of both is the case nobody else can know;
+    in memory only its last block, without tokens. Which of both is the case cannot be known here;
     of what is in memory, too, all is said.
 
     Attributes:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvd_client.memory import sealed_file
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.asked import Asked
 from tests.fakecuda import cudatensor
+from tests.fakecuda.harness import FakeCuda
 from tests.lane.device_contract import Bytes, Source
 
 GAP = 256
@@ -25,12 +27,14 @@ class CudaWorkers:
     Args:
         ipc: handles are those of CUDA IPC; otherwise descriptors of virtual memory, whose first
             storage begins in the midst of one segment and goes on in the next.
+        library: the test driver's, for a process that is forked from this one, which has not
+            loaded it yet; without it the process is a fresh one.
     """
 
-    def __init__(self, *, ipc: bool) -> None:
+    def __init__(self, *, ipc: bool, library: Path | None = None) -> None:
         self._ipc = ipc
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = Asked(_Memory, far)
+        self._process = Asked(_Memory, far, library, forked=library is not None)
         far.close()
         self._addresses: dict[tuple[int, ...], list[int]] = {}
         self._descriptors: list[int] = []
@@ -103,7 +107,9 @@ class CudaWorkers:
 class _Memory:
     """The memory itself, in its process."""
 
-    def __init__(self, descriptors: socket.socket) -> None:
+    def __init__(self, descriptors: socket.socket, library: Path | None) -> None:
+        if library is not None:
+            FakeCuda(library).load()
         cudatensor.use_device()
         self._socket = descriptors
         self._allocated: list[cudatensor.DeviceMemory] = []

@@ -404,7 +404,7 @@ class Lane:
     def close(self) -> None:
         """Kill the lane and let go of everything."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(PATIENCE)
         self.link.close()
         os.close(self.lifeline)
         self.pool.close()

@@ -3,14 +3,19 @@
 import os
 import pwd
 import random
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
-from kvd.lane.cuda.backend import MAX_IN_FLIGHT, CudaOptions
+from kvd.lane.cuda.backend import (
+    MAX_IN_FLIGHT,
+    CudaOptions,
+    bind_near_device,
+    show_mig_slice,
+)
 from kvd.lane.cuda.copies import BatchCopy
 from kvd.lane.device import Direction
 from kvd.lane.workers import WorkerTable
@@ -59,6 +64,8 @@ class TestCudaDevice(DeviceContract):
         seed, setting, by_descriptor, chosen = BACKENDS[request.param]
         fake_driver.set(f"seed={seed}")
         fake_driver.set(setting)
+        if by_descriptor:  # not every driver says how far virtual memory goes
+            fake_driver.set("vmm_ranges=0")
         made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, chosen)
         copier, name = made.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
@@ -75,33 +82,6 @@ def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     made = CudaRig(fake_driver, ipc_workers, options(bytes_in_flight=10_000))
     yield made
     made.close()
-
-
-def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
-    """Two storages in one allocation and a third elsewhere: two handles opened, two closed."""
-    before = rig.driver.mark
-    memory, _ = rig.attach((4096, 4096, 4096))
-    assert rig.driver.calls(before).count("cuIpcOpenMemHandle") == 2
-    rig.device.release_memory(memory)
-    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 2
-
-
-def test_segments_are_undone_in_reverse(rig: CudaRig, vmm_workers: CudaWorkers) -> None:
-    """A storage over two segments is one range of addresses, for all storages that lie there.
-
-    How far virtual memory goes is not asked for: not every driver says so.
-    """
-    rig.use(vmm_workers)
-    rig.driver.set("vmm_ranges=0")
-    before = rig.driver.mark
-    memory, _ = rig.attach((65536, 4096))
-    calls = rig.driver.calls(before)
-    assert [calls.count(name) for name in ("cuMemAddressReserve", "cuMemMap")] == [1, 2]
-    assert calls.count("cuMemSetAccess") == 1
-    before = rig.driver.mark
-    rig.device.release_memory(memory)
-    unmap = ["cuMemUnmap", "cuMemRelease"]
-    assert rig.driver.calls(before) == [*unmap, *unmap, "cuMemAddressFree"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +101,7 @@ def test_no_more_is_mapped_than_there_is_in(
     source = vmm_workers.make((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
+    rig.driver.set("vmm_ranges=0")
     before = rig.driver.mark
     first, second = handle.segments
     index = 0 if "importing" in words else second.fd_index  # the control page
@@ -151,22 +132,19 @@ def test_a_worker_cannot_have_its_memory_mapped_again_and_again(
     assert 0 < calls.count("cuMemMap") == calls.count("cuMemUnmap")
 
 
-@pytest.mark.parametrize("foreign", [True, False], ids=["another user", "the same"])
-def test_an_error_names_the_users_where_they_differ(rig: CudaRig, *, foreign: bool) -> None:
+def test_an_error_names_the_users_where_they_differ(rig: CudaRig) -> None:
     """A driver may keep memory from other users; with one user nothing is said of users."""
     source = rig.make_worker((65536,))
-    uid = os.geteuid() + (54321 if foreign else 0)
-    order = import_message(flat_layout(4096, blocks=16), source.handles, uid=uid)
-    rig.driver.set("fail=cuIpcOpenMemHandle:1:801")
     page = Memory(CONTROL_BYTES)
-    with pytest.raises(ImportFailed, match="pid must differ") as failed:
-        WorkerTable(rig.device).import_worker(order, [page.fd, *source.descriptors[1:]])
-    page.close()
     own = f"{os.geteuid()} ({pwd.getpwuid(os.geteuid()).pw_name})"
-    said = str(failed.value)
-    assert "NOT_SUPPORTED" in said
-    assert (f"the worker's user is {uid}, the lane's is {own}, " in said) == foreign
-    assert ("docs/security.md#gpu-memory-and-users" in said) == ("user" in said) == foreign
+    for uid in (os.geteuid() + 54321, os.geteuid()):
+        order = import_message(flat_layout(4096, blocks=16), source.handles, uid=uid)
+        rig.driver.set("fail=cuIpcOpenMemHandle:1:801")
+        with pytest.raises(ImportFailed, match=r"NOT_SUPPORTED.*pid must differ") as failed:
+            WorkerTable(rig.device).import_worker(order, [page.fd, *source.descriptors[1:]])
+        users = f"the worker's user is {uid}, the lane's is {own}, "
+        assert (users in str(failed.value)) == (uid != os.geteuid())
+    page.close()
 
 
 def test_host_memory_is_refused(rig: CudaRig) -> None:
@@ -190,70 +168,18 @@ def test_transfers_in_flight_are_bounded_however_short(
     rig.close()
 
 
-def test_a_transfer_takes_from_its_submission_until_its_end_is_seen(rig: CudaRig) -> None:
-    """By the lane's clock: the device's may run on a channel that waits for a slice of its own."""
-    memory, _ = rig.attach(SIZES)
-    rig.driver.set("hold=copies")
-    before, began = rig.driver.mark, time.monotonic()
-    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
-    rig.driver.wait_for("@held-copy", 1, before)
-    eventually(lambda: time.monotonic() > began + 0.05)
-    rig.driver.set("hold=")
-    took = drain(rig.device)[1].nanoseconds / 1e9
-    assert 0.05 <= took <= time.monotonic() - began
-
-
-def test_an_empty_transfer_ends(rig: CudaRig) -> None:
-    """A transfer without runs is reported like any other."""
-    memory, _ = rig.attach(SIZES)
-    rig.submit(1, memory, Direction.LOAD, [])
-    assert drain(rig.device)[1].error == ""
-
-
-@pytest.mark.parametrize(
-    ("failures", "shown"),
-    [
-        ("", "copies in batches, by the copy engines only"),
-        ("cuMemcpyBatchAsync:1:1", "copies in batches"),
-        ("cuMemcpyBatchAsync:1:1,cuMemcpyBatchAsync:2:801", "copies one by one"),
-        ("cuMemcpyBatchAsync:2:99999,cuMemcpyBatchAsync:3:999", "copies one by one"),
-    ],
-    ids=["taken", "flag refused", "batches refused", "half way"],
-)
-@pytest.mark.parametrize("version", [12080, 13000, 13020])
-def test_batches_ask_for_the_copy_engines_unless_the_driver_refuses(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, version: int, failures: str, shown: str
-) -> None:
-    """A driver that refuses the flag gets batches without it, or single copies if these fail."""
-    fake_driver.set(f"driver_version={version}")
-    fake_driver.set(f"fail={failures}")
-    rig = CudaRig(fake_driver, ipc_workers, options())
-    assert repr(rig.cuda.copier) == shown
-    rig.close()
-
-
-@pytest.mark.parametrize(
-    ("mode", "mps", "words"),
-    [
-        (2, 0, r"compute mode is PROHIBITED; nvidia-smi -c DEFAULT"),
-        (3, 0, r"compute mode is EXCLUSIVE_PROCESS: .* the engine or kvd; nvidia-smi -c DEFAULT"),
-        (3, 1, ""),
-    ],
-    ids=["prohibited", "exclusive", "with MPS"],
-)
 def test_a_device_without_room_for_a_second_process_is_refused(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, mode: int, mps: int, words: str
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:
     """The compute mode is asked for before a context is made, and named with the remedy."""
-    fake_driver.set(f"compute_mode={mode}")
-    fake_driver.set(f"mps={mps}")
     before = fake_driver.mark
-    if words:
-        with pytest.raises(CudaMissing, match=words):
+    for mode, words in ((2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS: .* the engine or kvd")):
+        fake_driver.set(f"compute_mode={mode}")
+        with pytest.raises(CudaMissing, match=f"mode is {words}; nvidia-smi -c DEFAULT"):
             CudaRig(fake_driver, ipc_workers, options())
-        assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
-    else:
-        CudaRig(fake_driver, ipc_workers, options()).close()
+    assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
+    fake_driver.set("mps=1")
+    CudaRig(fake_driver, ipc_workers, options()).close()
 
 
 TRANSFERS = 120
@@ -359,9 +285,43 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
         assert drain(rig.device)[1].error == ""
         for at in (edge, 3 * HUGE):
             np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
-        rig.submit(2, memory, Direction.LOAD, [(0, 16384, edge, 8192)])
-        assert drain(rig.device)[2].error == ""
-        np.testing.assert_array_equal(rig.get(source, 0, 16384, 8192), rig.get_pool(edge, 8192))
     finally:
         rig.close()
         huge_pool.fd = -1
+
+
+def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MIG slice is chosen by the environment before the driver starts; a whole device is not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
+    show_mig_slice("cuda:0123456789abcdef0123456789abcdef")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "untouched"
+    show_mig_slice("cuda:MIG-0123456789abcdef0123456789abcdef")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-01234567-89ab-cdef-0123-456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "bound"),
+    [
+        ("2-3,6\n", {0, 1, 2, 6}, [{2, 6}]),
+        ("0-7\n", {0, 1}, []),  # one node, or a device without a node
+        ("8-9\n", {0, 1}, []),  # which this process may not use
+        (None, {0, 1}, []),
+    ],
+)
+def test_a_lane_stays_near_its_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    near: str | None,
+    allowed: set[int],
+    bound: list[set[int]],
+) -> None:
+    """On a machine with several nodes the process is bound to the device's processors."""
+    folder = tmp_path / "bus/pci/devices/0000:17:00.0"
+    folder.mkdir(parents=True)
+    if near is not None:
+        (folder / "local_cpulist").write_text(near, "ascii")
+    found: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
+    bind_near_device("0000:17:00.0", tmp_path)
+    assert found == bound

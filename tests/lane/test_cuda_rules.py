@@ -274,6 +274,7 @@ RULES = [
     Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, (NO_SECOND_LOOK,)),
 ]
 KEPT, NOTICED = 76, 77  # exit statuses that no other way to end has
+SOON = 1.0  # seconds for what does not happen once the rule is gone
 NAMES = [rule.name for rule in RULES]
 
 
@@ -328,8 +329,9 @@ def check(fakecuda: FakeCuda, log: Path, name: str, taken: bool) -> None:
     """A process of its own, for a backend without its rules may lose the device."""
     os.environ.update(fakecuda.environment())  # for the process with the device memory
     (rule,) = (rule for rule in RULES if rule.name == name)
+    pins.SOON = SOON if taken else pins.SOON
+    workers = CudaWorkers(ipc=True, library=fakecuda.library)
     fake_driver = load(fakecuda, log)
-    workers = CudaWorkers(ipc=True)
     if taken and rule.before_start:
         rule.take_away()
     rig = rule.rig(fake_driver, workers)

@@ -1,3 +1,4 @@
+import mmap
 import os
 import socket
 import tempfile
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, PoolError
-from kvd.lane.device import Direction
+from kvd.lane.device import Direction, MemoryPretouch
 from kvd.lane.host_device import HostDevice
 from kvd.lane.workers import map_control_page
 from kvd_client.memory import sealed_file
@@ -17,6 +18,7 @@ from kvd_proto.jobs import FEW
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain
 from tests.lane.support import Memory
+from tests.waiting import PATIENCE
 
 
 class HostRig(Rig):
@@ -88,23 +90,6 @@ class TestHostDevice(DeviceContract):
         return host
 
 
-def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
-    """Storages that lie in one file share one mapping."""
-    source = host.make_worker((4096, 4096, 4096))
-
-    inode = str(os.fstat(source.descriptors[1]).st_ino)
-
-    def mappings() -> int:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        return sum(line.split()[4] == inode for line in lines if "kvd-test" in line)
-
-    before = mappings()
-    memory = host.device.import_memory(source.handles, (4096, 4096, 4096), source.descriptors)
-    assert mappings() == before + 1
-    host.device.release_memory(memory)
-    assert mappings() == before
-
-
 def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     """What slipped through every check is an error of that transfer, and the next one works."""
     memory, _ = host.attach((4096,))
@@ -159,3 +144,45 @@ def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
         with pytest.raises(ImportFailed, match=r"control page .* is no memory file"):
             map_control_page(foreign)
     os.close(foreign)
+
+
+PAGE = mmap.PAGESIZE
+SIZE = 5 * 2**20 + PAGE  # of memory whose pages are mapped before a copy needs them
+
+
+def another_mapping(memory: Memory) -> memoryview:
+    """Another mapping of it, as a lane has one."""
+    return memoryview(mmap.mmap(memory.fd, SIZE))
+
+
+def resident(view: memoryview) -> int:
+    """KiB of a mapping that are in the page table."""
+    address = f"{np.frombuffer(view, np.uint8).ctypes.data:x}-"
+    lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(address))
+    return next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:"))
+
+
+def test_what_is_there_is_mapped_up_to_the_last_page() -> None:
+    """No copy into a worker's memory has to wait for a page that it has already."""
+    memory = Memory(SIZE)
+    memory.bytes[::PAGE] = 1
+    view = another_mapping(memory)
+    assert resident(view) == 0
+    touch = MemoryPretouch([view])
+    touch.thread.join(PATIENCE)
+    assert not touch.thread.is_alive()
+    assert resident(view) == SIZE // 1024
+    touch.stop()
+    memory.close()
+
+
+def test_what_is_not_there_is_not_allocated() -> None:
+    """Pages that a worker has not used stay free, and are not charged to the lane."""
+    memory = Memory(SIZE)
+    memory.bytes[3 * PAGE] = 1
+    touch = MemoryPretouch([another_mapping(memory)])
+    touch.thread.join(PATIENCE)
+    assert not touch.thread.is_alive()
+    assert os.fstat(memory.fd).st_blocks * 512 == PAGE
+    memory.close()

@@ -4,8 +4,9 @@ import numpy as np
 
 from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import JobStatus, Load, Store
+from kvd_proto.messages import ErrorCode, JobStatus, Load, Store
 from tests.lane.support import (
     LAYOUT,
     NULL_BLOCK,
@@ -14,6 +15,7 @@ from tests.lane.support import (
     FakeWorker,
     Lane,
 )
+from tests.raw_client import code_of
 
 
 def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Directory) -> None:
@@ -83,31 +85,6 @@ def test_a_stale_generation_moves_nothing(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
-def test_a_store_waits_until_the_broker_has_given_it_its_slots(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """A slot that is on loan keeps its chunk whole; the store goes on when the slot is WRITING."""
-    directory.set([3], SlotState.FREE, loan=2)
-    directory.set([4], SlotState.READY, count=2, owner=8, loan=2)
-    lane.pool.bytes[:] = 0xAB
-    worker.fill(1)
-    worker.job(Store, 1, [1, 2, 3, 4], [3, 4], generation=2)
-    assert worker.run(Load, 2, [20, 21], [4]) is JobStatus.OK
-    assert (worker.pages([20, 21]) == 0xAB).all()
-    directory.set([3], SlotState.WRITING, generation=2)
-    assert lane.heard(ShareDone) == []  # slot 4 is on loan still
-    assert (lane.pool.bytes == 0xAB).all()
-    directory.set([4], SlotState.WRITING, generation=2)
-    assert worker.done().status is JobStatus.OK
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (True, [3, 4])
-    size = worker.layout.slot_bytes
-    stored = lane.pool.bytes[3 * size : 5 * size].reshape(2, 2, 2, -1)  # slot, tensor, block
-    np.testing.assert_array_equal(
-        stored.swapaxes(0, 1).reshape(2, 4, -1), worker.pages([1, 2, 3, 4])
-    )
-
-
 def test_a_store_leaves_out_the_chunks_whose_loans_ended(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
@@ -167,6 +144,15 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
+def test_a_word_outside_the_control_page_is_refused(worker: FakeWorker) -> None:
+    """Before anything is read or written there; a store cannot name a word of loads either."""
+    worker.job(Store, 1, [1, 2], [3], word=EPOCH_WORDS)
+    worker.job(Load, 2, [1, 2], [3], progress=PROGRESS_WORDS + 1)
+    for _ in range(2):
+        assert code_of(worker.reply()[1]) is ErrorCode.BAD_MESSAGE
+    assert worker.run(Store, 3, [1, 2], [3]) is JobStatus.OK
+
+
 def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
@@ -186,21 +172,11 @@ def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
     assert (worker.pages(others) == 0xEE).all()
 
 
-def test_a_job_without_blocks_is_done_at_once(lane: Lane, worker: FakeWorker) -> None:
-    """An empty store moves nothing, reports nothing, and ends well."""
-    worker.job(Store, 1, [], [])
-    done = worker.done()
-    assert (done.status, done.bytes) == (JobStatus.OK, 0)
-    assert lane.heard(ShareDone) == []
-
-
-def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker) -> None:
+def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker, directory: Directory) -> None:
     """After UnbindWorker jobs end as REFUSED; bound again they run, memory having stayed mapped."""
     lane.tell(UnbindWorker(session=worker.session))
     lane.ping()
     assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.REFUSED
-    directory = Directory(SLOTS)
-    directory.set(range(SLOTS), SlotState.WRITING)
     lane.bind(worker, directory)
     lane.ping()
     assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.OK

@@ -7,22 +7,15 @@ import resource
 import select
 import signal
 import sys
-import time
 from pathlib import Path
 
-import pytest
-import zmq
-
 from kvd.lane.loop import REQUESTS_PER_TURN
-from kvd.machine.process import MAX_STALL_SECONDS
 from kvd.wire.link import (
     Released,
     ReleaseWorker,
-    StopLane,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.directory import SlotState
-from kvd_proto.jobs import EPOCH_WORDS
 from kvd_proto.messages import (
     Cancel,
     Done,
@@ -46,38 +39,10 @@ from tests.lane.support import (
     FakeWorker,
     Lane,
     Memory,
-    make_job,
 )
 from tests.layouts import flat_layout
 from tests.raw_client import RawConnection, code_of
 from tests.waiting import PATIENCE, eventually
-
-
-def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWorker) -> None:
-    """Once its word of the control page has moved on, a queued store moves nothing."""
-    lane.pool.bytes[:] = 0xAB
-    worker.job(Store, 1, [1, 2], [3], after=1, word=9, epoch=0)
-    worker.words[9] = 1
-    worker.words[TIMELINE] = 1
-    assert worker.done().status is JobStatus.VOID
-    assert not lane.share().ok
-    assert (lane.pool.bytes == 0xAB).all()
-    assert worker.run(Store, 2, [1, 2], [3], word=9, epoch=1) is JobStatus.OK
-
-
-def test_a_store_without_a_word_is_never_void(worker: FakeWorker) -> None:
-    """Word 0 is the timeline's: what stands there is not compared."""
-    worker.words[TIMELINE] = 5
-    assert worker.run(Store, 1, [1, 2], [3], word=0) is JobStatus.OK
-
-
-def test_a_store_cannot_name_a_word_that_is_none(worker: FakeWorker) -> None:
-    """One for the progress of loads: refused before anything is read there."""
-    worker.job(Store, 1, [1, 2], [3], word=EPOCH_WORDS)
-    error = worker.reply()[1]
-    assert isinstance(error, Error)
-    assert error.code is ErrorCode.BAD_MESSAGE
-    assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.OK
 
 
 def test_cancelled_jobs_end_and_give_their_chunks_up(lane: Lane, worker: FakeWorker) -> None:
@@ -259,24 +224,6 @@ def test_a_join_displaces_the_connection_before_with_what_was_not_read_there(
     assert worker.silent()
 
 
-def test_a_libzmq_dealer_joins_and_sends_jobs(lane: Lane, worker: FakeWorker) -> None:
-    """What needs no descriptors needs none of the library."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.rcvtimeo = int(PATIENCE * 1000)
-        dealer.connect(lane.ready.endpoint)
-        requests = (Join(token=worker.token), make_job(Store, 1, [1, 2], [3], word=0))
-        for number, request in enumerate(requests, 1):
-            dealer.send(WIRE.encode(request, number))
-        replies = [WIRE.decode(dealer.recv()) for _ in requests]
-    assert [header.request_id for header, _ in replies] == [1, 2]
-    done = replies[1][1]
-    assert isinstance(done, Done)
-    assert done.status is JobStatus.OK
-    assert lane.share().ok
-    assert worker.lane.hung_up()
-
-
 def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:
     """The second job of the same number is refused and the first goes on."""
     worker.job(Store, 1, [1, 2], [3], after=1)
@@ -285,70 +232,11 @@ def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:
     assert worker.done().status is JobStatus.OK
 
 
-def test_the_pong_tells_what_was_done(lane: Lane, worker: FakeWorker, directory: Directory) -> None:
-    """Bytes, jobs by direction and outcome, and stages of what ended ok grow with the work."""
-    directory.set([9], SlotState.READY, count=2)
-    worker.run(Store, 1, [1, 2], [3])
-    worker.run(Load, 2, [1, 2], [9])
-    worker.run(Load, 3, [1, 2], [10])
-    worker.job(Store, 4, [1, 2], [4], after=1)
-    worker.request(Ping())
-    worker.reply()
-    pong = lane.ping()
-    assert (pong.workers, pong.queued_jobs, pong.bytes_in_flight) == (1, 1, 0)
-    assert pong.counters["store_bytes"] == pong.counters["load_bytes"] == 4 * 4096
-    jobs = {outcome: times for outcome, times in pong.counters["jobs"].items() if times}
-    assert jobs == {"store_ok": 1, "load_ok": 1, "load_stale": 1}
-    assert [sum(histogram["counts"]) for histogram in pong.counters["stages"].values()] == [1] * 8
-    assert pong.oldest_job_ns > 0
-
-
-def test_a_lane_that_stood_still_says_so(tmp_path: Path, directory: Directory) -> None:
-    """Frozen while a job waits for its turn: one line tells for how long."""
-    log = tmp_path / "log"
-    with log.open("w") as sink, Lane(tmp_path, 2**20, sink) as lane:
-        worker = lane.attach(FakeWorker(LAYOUT), directory)
-        worker.job(Store, 1, [1, 2], [0], after=5)
-        eventually(lane.ping, lambda pong: pong.queued_jobs)  # a ping may overtake the job
-        lane.process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * MAX_STALL_SECONDS)  # it is the time that counts
-        lane.process.send_signal(signal.SIGCONT)
-        eventually(log.read_text, lambda text: "the lane's loop stood still for " in text)
-
-
-def test_a_stopping_lane_finishes_and_leaves_cleanly(lane: Lane, worker: FakeWorker) -> None:
-    """StopLane: new jobs are refused, the queued one is done and reported, exit status 0."""
-    worker.job(Store, 1, [1, 2], [3], after=1)
-    worker.request(Ping())
-    worker.reply()
-    lane.tell(StopLane())
-    lane.ping()
-    assert worker.run(Store, 2, [1, 2], [4]) is JobStatus.REFUSED
-    worker.words[TIMELINE] = 1
-    assert worker.done().status is JobStatus.OK
-    assert lane.share().ok
-    assert lane.process.wait(PATIENCE) == 0
-
-
 def test_signals_for_the_group_do_not_end_a_lane(lane: Lane, worker: FakeWorker) -> None:
     """SIGTERM and SIGINT are the broker's to act on."""
     lane.process.send_signal(signal.SIGTERM)
     lane.process.send_signal(signal.SIGINT)
     assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.OK
-
-
-def test_the_lifeline_ends_with_the_lane(lane: Lane) -> None:
-    """The pipe's read end reports end of file once the process is gone, and not before."""
-    assert select.select([lane.lifeline], [], [], 0)[0] == []
-    lane.process.kill()
-    assert select.select([lane.lifeline], [], [], PATIENCE)[0]
-    assert os.read(lane.lifeline, 1) == b""
-
-
-def test_a_lane_ends_when_the_link_does(lane: Lane) -> None:
-    """End of file from the broker ends the process by itself."""
-    lane.link.close()
-    assert lane.process.wait(PATIENCE) == 0
 
 
 def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -361,18 +249,8 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
         os.close(pidfd)
 
 
-def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
-    """Under a limit of 40 it tells the broker, who says it, the limit and the remedy, and ends."""
-    log = tmp_path / "log"
-    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh"]
-    words = "the limit is 40; raise LimitNOFILE.*; exit status 1"
-    with log.open("w") as sink, pytest.raises(RuntimeError, match=words):
-        Lane(tmp_path, 4096, sink, limited)
-    assert not log.read_text()
-
-
 def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
-    """Its number is below those of all that the lane opened: a dying lane lets go of it last."""
+    """A dying lane closes it after all that it had opened, whose numbers are higher."""
     pipe = inode(lane.lifeline)
     folder = Path(f"/proc/{lane.process.pid}/fd")
     lane.ping()
@@ -383,3 +261,7 @@ def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
     (mine,) = (number for number, name in ends.items() if name == f"pipe:[{pipe}]")
     given = {0, 1, 2, lane.link_number}
     assert mine < min(set(ends) - given - {mine})
+    assert select.select([lane.lifeline], [], [], 0)[0] == []
+    lane.process.kill()
+    assert select.select([lane.lifeline], [], [], PATIENCE)[0]
+    assert os.read(lane.lifeline, 1) == b""

@@ -10,8 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits
 
-Test = Callable[[str], bool]
-
 
 @dataclass(eq=False, kw_only=True)
 class Named(QueuedJob):
@@ -40,36 +38,11 @@ class Queue:
         return [shed.name for shed in self.inner.push(job)]
 
     def next(
-        self, ready: Test = lambda _name: True, *, loads: bool = True, stores: bool = True
+        self, ready: Callable[[str], bool] = bool, *, loads: bool = True, stores: bool = True
     ) -> str | None:
         """By name."""
         job = self.inner.next(lambda job: ready(job.name), loads=loads, stores=stores)
         return None if job is None else job.name
-
-    def drain(self, ready: Test = lambda _name: True) -> list[str]:
-        """The jobs in the order in which one-piece jobs would run."""
-        order = []
-        while (name := self.next(ready)) is not None:
-            order.append(name)
-            self.remove(name)
-            self.inner.check_integrity()
-        return order
-
-    def remove(self, name: str) -> None:
-        """By name."""
-        self.inner.remove(self.jobs[name])
-
-    def start(self, name: str) -> None:
-        """By name."""
-        self.inner.start(self.jobs[name])
-
-    def is_contended(self, name: str) -> bool:
-        """By name."""
-        return self.inner.is_contended(self.jobs[name])
-
-    def prioritize(self, name: str) -> None:
-        """By name."""
-        self.inner.prioritize(self.jobs[name])
 
 
 def test_engines_take_turns_piece_by_piece() -> None:
@@ -80,101 +53,19 @@ def test_engines_take_turns_piece_by_piece() -> None:
     assert [queue.next() for _ in range(4)] == ["long", "lower", "long", "lower"]
 
 
-def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
-    """The engine's other worker and the other direction go on; its own later jobs wait."""
-    queue = Queue()
-    queue.push("late")
-    queue.push("later")
-    queue.push("l of rank 1", worker=2)
-    queue.push("store")
-    assert queue.drain(lambda name: name != "late") == ["l of rank 1", "store"]
-
-
-def test_a_direction_without_room_hides_nothing_of_the_other() -> None:
-    """Waited-for loads behind a store that has no room go on, and stores behind such a load."""
-    queue = Queue()
-    for name in ("s1", "l2", "s3", "l4"):
-        queue.push(name)
-        queue.prioritize(name)
-    assert queue.next(stores=False) == "l2"
-    assert queue.next(loads=False) == "s1"
-    assert queue.next() == "s1"
-    assert queue.next(loads=False, stores=False) is None
-    queue.remove("s1")
-    assert [queue.next(stores=False), queue.next(loads=False)] == ["l2", "s3"]
-
-
-def test_a_job_is_contended_while_others_wait_for_its_direction() -> None:
-    """Others are another engine's jobs, and more urgent ones of its own; the other way is free."""
-    queue = Queue()
-    for name in ("s1", "s2", "l1"):
-        queue.push(name)
-    assert not any(map(queue.is_contended, ("s1", "l1")))
-    queue.push("l of another", engine=2)
-    assert list(map(queue.is_contended, ("s1", "l1", "l of another"))) == [False, True, True]
-    queue.remove("l of another")
-    queue.prioritize("s2")
-    assert list(map(queue.is_contended, ("s1", "s2", "l1"))) == [True, False, False]
-
-
-def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> None:
-    """An engine that waits for its stores takes turns with others that load."""
-    queue = Queue()
-    for number in range(3):
-        queue.push(f"s{number}")
-        queue.prioritize(f"s{number}")
-    queue.push("l0")
-    queue.push("l1", engine=2)
-    queue.push("l2", engine=2)
-    assert queue.drain() == ["s0", "l1", "s1", "l2", "s2", "l0"]
-
-
 def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
     """However many stores one engine has queued, another's load is next and none of it is shed."""
     queue = Queue(jobs=50, nbytes=1000)
     shed = [queue.push(f"s{n}") for n in range(80)]
     assert sum(map(len, shed)) == 30
-    queue.start("s30")
+    queue.inner.start(queue.jobs["s30"])
     assert queue.push("l", engine=2, nbytes=500) == []
     assert queue.push("s", engine=2) == []
-    assert queue.drain()[:3] == ["l", "s30", "s"]
-
-
-def test_a_full_queue_sheds_the_oldest_stores_first() -> None:
-    """A new load or store pushes out the oldest store that nobody waits for."""
-    queue = Queue(jobs=3, nbytes=1000)
-    for name in ("s1", "s2", "s3"):
-        assert queue.push(name) == []
-    queue.prioritize("s1")
-    assert queue.push("l1") == ["s2"]
-    assert queue.push("s4") == ["s3"]
-    assert queue.push("s5", engine=2) == []
-
-
-def test_bytes_are_bounded_too() -> None:
-    """Stores are shed until the bytes fit; several may go for one large job."""
-    queue = Queue(jobs=100, nbytes=100)
-    for name in ("s1", "s2", "s3"):
-        queue.push(name, nbytes=30)
-    assert queue.push("large", nbytes=60) == ["s1", "s2"]
-
-
-def test_a_load_is_refused_only_when_loads_fill_the_queue() -> None:
-    """With the queue full of loads a new load is refused and the queued ones stay."""
-    queue = Queue(jobs=2, nbytes=1000)
-    assert queue.push("l1") == []
-    assert queue.push("l2") == []
-    assert queue.push("l3") == ["l3"]
-    assert queue.push("s1") == ["s1"]
-    assert queue.drain() == ["l1", "l2"]
-
-
-def test_a_job_above_the_bound_is_taken_when_it_is_alone() -> None:
-    """No job is too large for ever."""
-    queue = Queue(jobs=2, nbytes=10)
-    assert queue.push("s1", nbytes=1000) == []
-    queue.start("s1")
-    assert queue.push("l1", nbytes=1000) == []
+    order = []
+    for _ in range(3):
+        order.append(queue.next())
+        queue.inner.remove(queue.jobs[str(order[-1])])
+    assert order == ["l", "s30", "s"]
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -221,10 +112,10 @@ class QueueMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.model)))
         action = data.draw(st.sampled_from(["prioritize", "remove", "block", "unblock"]))
         if action == "prioritize":
-            self.queue.prioritize(job)
+            self.queue.inner.prioritize(self.queue.jobs[job])
             self.model[job]["class"] = 0
         elif action == "remove":
-            self.queue.remove(job)
+            self.queue.inner.remove(self.queue.jobs[job])
             del self.model[job]
         elif action == "block":
             self.blocked.add(job)
@@ -268,8 +159,10 @@ class QueueMachine(RuleBasedStateMachine):
             for job, m in self.model.items()
             if job[0] == got[0]
         ]
-        assert self.queue.is_contended(got) == (min(others) < self.model[got]["class"])
-        self.queue.start(got)
+        taken = self.queue.jobs[got]
+        is_contended = min(others) < self.model[got]["class"]
+        assert self.queue.inner.is_contended(taken) == is_contended
+        self.queue.inner.start(taken)
         self.model[got]["started"] = True
 
     @invariant()

@@ -5,12 +5,10 @@ A slot on loan holds a chunk that loads may read until the broker gives the slot
 
 import mmap
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,14 +25,12 @@ from kvd_proto.directory import SlotState
 from kvd_proto.messages import JobStatus, Load, Store
 from tests.cache.tables import add
 from tests.lane.support import (
-    EPOCH,
     NAMESPACE,
     FakeWorker,
     Memory,
     import_message,
     make_job,
 )
-from tests.lane.test_runner import Bench
 from tests.layouts import flat_layout
 
 PAGE, BLOCKS, CHUNKS = 1024, 4, 4  # bytes of a block, blocks of a chunk, chunks of the pool
@@ -42,54 +38,6 @@ KEYS = [b"key %d" % number for number in range(7)]
 LAYOUT = flat_layout(PAGE, blocks=64, factor=BLOCKS)
 POOL_BYTES = LAYOUT.slot_bytes * CHUNKS
 STORING, LOADING = 7, 8  # engines
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    """A runner, a held device, no workers."""
-    made = Bench()
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("end", ["deadline", "void", "loan"])
-def test_a_store_that_awaits_the_broker_ends_without_a_copy(bench: Bench, end: str) -> None:
-    """At its deadline as TIMEOUT, when its blocks are taken back as VOID, without a loan STALE."""
-    bench.directory.set([3], SlotState.READY, count=1, owner=8, loan=2)
-    bench.submit(bench.worker(), make_job(Store, 1, [1], [3], generation=2, deadline_ms=10))
-    bench.now = 9_000_000
-    bench.runner.run_once()
-    assert bench.ended() == []
-    if end == "deadline":
-        bench.now = 10_000_000
-    elif end == "void":
-        bench.sources[0].words[EPOCH] = 9
-    else:
-        bench.directory.set([3], SlotState.READY, count=1, owner=8)
-    bench.runner.run_once()
-    statuses = {"deadline": JobStatus.TIMEOUT, "void": JobStatus.VOID, "loan": JobStatus.STALE}
-    assert bench.ended() == [(1, statuses[end])]
-    assert not bench.device.flying
-
-
-def test_a_store_that_awaits_the_broker_holds_up_no_load_and_no_other_worker(bench: Bench) -> None:
-    """Only later stores of its own worker wait for it."""
-    bench.directory.set([3], SlotState.FREE, loan=2)
-    bench.directory.set([9], SlotState.READY, count=1)
-    one, other = bench.worker(1), bench.worker(2)
-    bench.submit(one, make_job(Store, 1, [1], [3], generation=2))
-    bench.submit(one, make_job(Load, 2, [5], [9]))
-    bench.submit(other, make_job(Store, 3, [1], [4]))
-    for _ in range(3):
-        bench.runner.run_once()
-        while bench.device.flying:
-            bench.device.land()
-    assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
-    bench.directory.set([3], SlotState.WRITING, generation=2)
-    bench.runner.run_once()
-    bench.device.land()
-    bench.runner.run_once()
-    assert bench.ended() == [(1, JobStatus.OK)]
 
 
 class SmallPieces(HostDevice):

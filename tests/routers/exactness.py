@@ -5,7 +5,7 @@
 Four engines of two models store, and evict each other's chunks, while something is done to them.
 When all is quiet each router's index, which knows only what engines have published, is compared
 with the directory, key for key: Dynamo's real indexer, llm-d's index rebuilt from its source, and a
-plain set; and so is what each engine's scheduler was told. Prints a table; the last line is JSON.
+plain set; and so is what each engine's scheduler was told. Every line of the output is JSON.
 """
 
 import argparse
@@ -126,7 +126,7 @@ DONE: dict[str, Do] = {
     "kill -9 of the broker, warm restart": _restart(),
     "kill -9 of the broker, cold restart": _restart(cold=True),
 }
-"""What is done while engines store, by its name in the table."""
+"""What is done while engines store, by its name."""
 
 
 DONE_BELOW: dict[str, Do] = {
@@ -158,28 +158,6 @@ class Row:
     events: int
     differences: dict[str, int]
     seconds: float
-
-    def line(self) -> str:
-        """For the table."""
-        sizes = self.chunks, self.blocks, self.in_tiers, self.changes, self.events
-        counts = [*sizes, *self.differences.values()]
-        return f"{self.done:46}" + "".join(f"{count:>9,}" for count in counts)
-
-
-def head_line() -> str:
-    """Above the rows."""
-    names = [
-        "chunks",
-        "blocks",
-        "in tiers",
-        "changes",
-        "events",
-        "set",
-        "llm-d",
-        "Dynamo",
-        "take_ch.",
-    ]
-    return f"{'done':46}" + "".join(f"{name:>9}" for name in names)
 
 
 def one(world: World, name: str) -> Row:
@@ -221,7 +199,6 @@ def exactness(passes: int, seed: int, done: Collection[str], *, tier: bool = Fal
         tier: the daemon has one.
     """
     rows = []
-    print(head_line(), flush=True)
     chance = random.Random(seed)
     with made(seed, WITH_TIER if tier else CONFIG) as world:
         world.start_daemon()
@@ -233,7 +210,7 @@ def exactness(passes: int, seed: int, done: Collection[str], *, tier: bool = Fal
                 chance.shuffle(names)
             for name in names:
                 rows.append(one(world, name))
-                print(rows[-1].line(), flush=True)
+                print(json.dumps(asdict(rows[-1])), flush=True)
         for subscriber in world.subscribers.values():
             assert not subscriber.errors, subscriber.errors
     return rows
@@ -247,8 +224,8 @@ def main() -> int:
     parser.add_argument("--tier", action="store_true", help="the daemon has a tier")
     chosen = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if chosen.seed is None else chosen.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is ended ends what it started
-    print(f"seed {seed}, {chosen.passes} passes", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what it started
+    print(json.dumps({"seed": seed, "passes": chosen.passes}), flush=True)
     done = DONE | DONE_BELOW if chosen.tier else DONE
     rows = exactness(chosen.passes, seed, done, tier=chosen.tier)
     wrong = [asdict(row) for row in rows if any(row.differences.values())]

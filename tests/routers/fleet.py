@@ -14,25 +14,21 @@ from typing import Any
 from kvd_client.vllm.metrics import (
     CHUNKS_REFUSED,
     STORE_FAILURES,
-    TIER_WAITS,
-    TIER_WAITS_OVER,
 )
 from kvd_tools.models import COMMON
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon
 from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
-from tests.routers.subscriber import Subscriber
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import BLOCK, Setting, prompts, results, wait_stored, with_kvd
 from tests.waiting import eventually
 
 MODEL = "dense"
-MEMORY, DISK = "host_pinned", "disk"  # as Dynamo calls them
+MEMORY = "host_pinned"  # as Dynamo calls it
 HEADS, TAILS = 3, 4  # prompts that begin alike, and how many of each
 HEAD_TOKENS, TAIL_TOKENS = 4 * BLOCK, 8 * BLOCK + BLOCK // 2
 NOT_STORED: dict[str, Any] = {"kv_transfer_params": {"max_offload_tokens": 0}}
 ROUNDS = 5  # of asking again, each of which may take long
-PATIENT_SECONDS = 30.0  # for chunks on their way from a tier
 
 
 @dataclass
@@ -41,37 +37,20 @@ class Pairs:
 
     Attributes:
         compared: pairs.
-        pooled: of them, pairs with blocks that only the pool or a tier has.
-        computed: pairs of which the engine computed what a tier has, because that is faster there.
-        from_tier: pairs whose last blocks came from a tier.
+        pooled: of them, pairs with blocks that only the pool has.
         differences: pairs whose promise was not what the engine found, in words.
     """
 
     compared: int = 0
     pooled: int = 0
-    computed: int = 0
-    from_tier: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def add(
-        self, engine: int, promised: Matched, found: int, *, least_by_choice: int | None = None
-    ) -> None:
-        """Compare one pair.
-
-        least_by_choice: the engine has decided against waiting for a tier, and finds so many tokens
-            at the least.
-        """
+    def add(self, engine: int, promised: Matched, found: int) -> None:
+        """Compare one pair."""
         self.compared += 1
         self.pooled += promised.longest > promised.gpu
-        self.from_tier += found == promised.disk > promised.cpu
-        if least_by_choice is not None and least_by_choice <= found < promised.disk:
-            self.computed += 1
-        elif promised.longest != found:
+        if promised.longest != found:
             self.differences.append(f"engine {engine}: {promised} promised, {found} found")
-
-    def row(self) -> tuple[int, int, int, int]:
-        """Return the numbers of pairs: all, in the pool, computed by choice, those that differ."""
-        return self.compared, self.pooled, self.computed, len(self.differences)
 
 
 class RoutedEngine:
@@ -104,9 +83,9 @@ class RoutedEngine:
         """Return what the indexer knows of a prompt on this engine."""
         return self.indexer.settled_query(prompt, MODEL).get(self.instance, NOTHING)
 
-    def blocks_in(self, tier: str) -> set[int]:
-        """Return the blocks that the indexer knows of the engine in one of Dynamo's tiers."""
-        return self.indexer.dump_blocks().get(self.instance, {}).get(tier, set())
+    def blocks_in_memory(self) -> set[int]:
+        """Return the blocks that the indexer knows of the engine in the host's memory."""
+        return self.indexer.dump_blocks().get(self.instance, {}).get(MEMORY, set())
 
     def publish_all(self) -> None:
         """Return when the indexer has taken what the engine could publish before this call.
@@ -128,41 +107,16 @@ class RoutedEngine:
 
         eventually(stored)
 
-    def check(
-        self,
-        asked: Sequence[list[int]],
-        pairs: Pairs,
-        set_aside: Callable[[], object] = lambda: None,
-    ) -> None:
+    def check(self, asked: Sequence[list[int]], pairs: Pairs) -> None:
         """Ask the indexer, then the engine, prompt by prompt.
 
         The pool is at rest, and what the engine finds is not stored again.
-
-        Args:
-            asked: prompts.
-            pairs: compared.
-            set_aside: returns how often a tier was: the engine misses what it has meanwhile.
         """
         for prompt in asked:
-            setbacks = set_aside()
             self.publish_all()
-            promised, memory = self.promise(prompt), self.blocks_in(MEMORY)
-            waits, waits_over = (
-                self.process.metric(TIER_WAITS),
-                self.process.metric(TIER_WAITS_OVER),
-            )
+            promised = self.promise(prompt)
             (answer,) = self.process.generate([prompt], 1, **NOT_STORED)
-            by_choice = (
-                self.process.metric(TIER_WAITS) == waits
-                or self.process.metric(TIER_WAITS_OVER) > waits_over
-                or set_aside() != setbacks
-            )
-            found, least = answer.cached_tokens, promised.cpu if by_choice else None
-            if least is not None and found < least:
-                self.publish_all()
-                if not memory <= self.blocks_in(MEMORY):  # what comes up evicts other chunks
-                    least = promised.gpu
-            pairs.add(self.instance, promised, found, least_by_choice=least)
+            pairs.add(self.instance, promised, answer.cached_tokens)
 
     def _compute_marker(self) -> list[int]:
         marker = self._marker()
@@ -175,17 +129,12 @@ class RoutedEngine:
 
 @dataclass
 class Fleet:
-    """Engines on one daemon's pool, and the indexer that follows all of them.
-
-    Attributes:
-        subscriber: decodes all that they publish.
-    """
+    """Engines on one daemon's pool, and the indexer that follows all of them."""
 
     runtime_dir: Path
     models: Path
     start_engine: StartEngine
     indexer: DynamoIndexer
-    subscriber: Subscriber
     engines: list[RoutedEngine] = field(default_factory=list)
 
     def start(self, **extra: Any) -> RoutedEngine:
@@ -199,11 +148,9 @@ class Fleet:
             "replay_endpoint": replay,
             "topic": topic(instance),
         }
-        extra = {"pending_timeout": PATIENT_SECONDS} | extra
         options = with_kvd(Setting("dense").options(self.models), self.runtime_dir, **extra)
         options = replace(options, args=["--kv-events-config", json.dumps(events)])
         process = self.start_engine(options)
-        self.subscriber.follow(endpoint)
         engine = RoutedEngine(instance, process, self.runtime_dir.parent, self.indexer)
         self.engines.append(engine)
         return engine

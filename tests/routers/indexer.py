@@ -45,68 +45,49 @@ class Matched(NamedTuple):
 NOTHING = Matched(0, 0, 0, 0)
 
 
-class Refused(Exception):
-    """The indexer answered a request with an error.
-
-    Attributes:
-        status: of HTTP.
-    """
-
-    def __init__(self, status: int, message: object) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
-
-
 class DynamoIndexer:
     """An indexer that runs as long as this context.
 
-    Any thread may call the methods. They raise `Refused` if the indexer refuses the request.
+    Any thread may call the methods. They fail if the indexer refuses the request.
+
+    Its environment is that of `make .venv-routers`, or `KVD_ROUTERS_PYTHON` names its Python.
 
     Args:
         log: the file that takes what the indexer prints.
-        level: of that, as `DYN_LOG` takes it.
-        python: of an environment with `ai-dynamo-runtime`; as a default `KVD_ROUTERS_PYTHON` or
-            the one of `make .venv-routers`.
-
-    Attributes:
-        host: the process in the network namespace, while it runs.
     """
 
-    def __init__(self, log: Path, level: str = "info", python: Path | None = None) -> None:
-        self.log = log
-        self._level = level
-        default = os.environ.get("KVD_ROUTERS_PYTHON") or ROOT / ".venv-routers/bin/python"
-        self._python = Path(python or default)
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        default = ROOT / ".venv-routers/bin/python"
+        self._python = Path(os.environ.get("KVD_ROUTERS_PYTHON") or default)
         self._lock = Lock()
-        self.host: subprocess.Popen[str] | None = None
+        self._host: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         if not self._python.exists():
             raise AssertionError(f"{self._python} is missing: run make .venv-routers")
         own_network = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
-        with self.log.open("wb") as log:
-            self.host = subprocess.Popen(
+        with self._log.open("wb") as log:
+            self._host = subprocess.Popen(
                 [*own_network, "setpriv", "--pdeathsig", "KILL", str(self._python), str(_HOST)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"DYN_LOG": self._level, "DYN_SDK_DISABLE_ANSI_LOGGING": "1"},
+                env=os.environ | {"DYN_LOG": "info", "DYN_SDK_DISABLE_ANSI_LOGGING": "1"},
             )
-        assert self.host.stdout is not None
-        line = self.host.stdout.readline()
+        assert self._host.stdout is not None
+        line = self._host.stdout.readline()
         why = (
             json.loads(line) if line else "it needs root or unprivileged user namespaces (unshare)"
         )
         if why:
             self._end()
-            raise AssertionError(f"Dynamo's indexer does not start: {why}\n{self.log_tail()}")
+            raise AssertionError(f"Dynamo's indexer does not start: {why}\n{self._log_tail()}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
-
-    # ----------------------------------------------------------------- instances
 
     def register(
         self,
@@ -116,10 +97,7 @@ class DynamoIndexer:
         block_size: int,
         replay_endpoint: str | None = None,
     ) -> None:
-        """Follow the events of one engine.
-
-        The indexer connects in the background: see `await_events`. With a replay endpoint it
-        requests the batches that it missed, when it receives the first one.
+        """Follow the events of one engine, to which the indexer connects in the background.
 
         Args:
             instance_id: names the engine in answers. It belongs to one engine and one model.
@@ -127,7 +105,7 @@ class DynamoIndexer:
                 attempt to connect may come 5 s later.
             model: engines of one model share an index; another model has another.
             block_size: tokens of a block.
-            replay_endpoint: of the publisher's replay socket.
+            replay_endpoint: where the indexer requests what it missed, with the first batch.
         """
         body: dict[str, object] = {
             "instance_id": instance_id,
@@ -137,11 +115,11 @@ class DynamoIndexer:
         }
         if replay_endpoint is not None:
             body["replay_endpoint"] = replay_endpoint
-        self.request("POST", "/register", body)
+        self._request("POST", "/register", body)
 
     def unregister(self, instance_id: int, model: str) -> None:
         """Stop following an engine and drop its blocks."""
-        self.request("POST", "/unregister", {"instance_id": instance_id, "model_name": model})
+        self._request("POST", "/unregister", {"instance_id": instance_id, "model_name": model})
 
     def await_events(
         self, instance_id: int, model: str, publish: Callable[[int], Sequence[int]]
@@ -163,10 +141,8 @@ class DynamoIndexer:
                 if self.query(tokens, model).get(instance_id, NOTHING).longest:
                     return
                 time.sleep(_SETTLE_SECONDS)
-            assert time.monotonic() < give_up, f"instance {instance_id} is not received: {self.log}"
+            assert time.monotonic() < give_up, f"instance {instance_id} is not received"
             number += 1
-
-    # ------------------------------------------------------------------- answers
 
     def query(
         self,
@@ -179,7 +155,7 @@ class DynamoIndexer:
         body = {"token_ids": list(tokens), "model_name": model}
         options = {"lora_name": lora_name, "cache_salt": cache_salt}
         body |= {name: value for name, value in options.items() if value is not None}
-        instances = self.request("POST", "/query", body)["instances"]
+        instances = self._request("POST", "/query", body)["instances"]
         return {
             int(instance): Matched(
                 found["longest_matched"], found["gpu"], found["cpu"], found["disk"]
@@ -187,36 +163,24 @@ class DynamoIndexer:
             for instance, found in instances.items()
         }
 
-    def settled_query(
-        self,
-        tokens: Sequence[int],
-        model: str,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-    ) -> dict[int, Matched]:
+    def settled_query(self, tokens: Sequence[int], model: str) -> dict[int, Matched]:
         """Ask until two answers in a row are the same: the indexer takes events in the background.
 
-        Publish a marker and wait for it first (`RoutedEngine.publish_all`).
-
-        It cannot tell an event that is still on its way from one that was never sent. Wait for
-        what should appear with `eventually`.
+        An event that is still on its way looks like one that was never sent: publish a marker and
+        wait for it first (`RoutedEngine.publish_all`).
         """
         end = time.monotonic() + PATIENCE
-        before, answer = None, self.query(tokens, model, lora_name, cache_salt)
+        before, answer = None, self.query(tokens, model)
         while before != answer:
             assert time.monotonic() < end, f"answers do not settle: {answer}"
             time.sleep(_SETTLE_SECONDS)
-            before, answer = answer, self.query(tokens, model, lora_name, cache_salt)
+            before, answer = answer, self.query(tokens, model)
         return answer
-
-    def dump(self) -> Any:
-        """Return all that is indexed: by model and tenant the events that would make it anew."""
-        return self.request("GET", "/dump")
 
     def dump_blocks(self) -> dict[int, dict[str, set[int]]]:
         """Return the hashes of all blocks, by instance and Dynamo's name of the tier."""
         blocks: dict[int, dict[str, set[int]]] = {}
-        for model in self.dump().values():
+        for model in self._request("GET", "/dump").values():
             for entry in model["events"]:
                 tiers = blocks.setdefault(entry["worker_id"], {})
                 stored = entry["event"]["data"]["stored"]["blocks"]
@@ -224,9 +188,9 @@ class DynamoIndexer:
                 tier.update(block["block_hash"] for block in stored)
         return blocks
 
-    def request(self, method: str, path: str, body: object = None) -> Any:
+    def _request(self, method: str, path: str, body: object = None) -> Any:
         """Send an HTTP request and return the decoded answer."""
-        host = self.host
+        host = self._host
         assert host is not None
         assert host.stdin is not None
         assert host.stdout is not None
@@ -235,18 +199,17 @@ class DynamoIndexer:
                 host.stdin.write(json.dumps([method, path, body]) + "\n")
                 host.stdin.flush()
             line = host.stdout.readline()
-        assert line, f"the indexer has ended:\n{self.log_tail()}"
+        assert line, f"the indexer has ended:\n{self._log_tail()}"
         status, answer = json.loads(line)
-        if not 200 <= status < 300:
-            raise Refused(status, answer)
+        assert 200 <= status < 300, f"{status}: {answer}"
         return answer
 
-    def log_tail(self) -> str:
+    def _log_tail(self) -> str:
         """Return the last lines that the indexer printed."""
-        return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-_LOG_LINES:])
+        return "\n".join(self._log.read_text("utf-8", "replace").splitlines()[-_LOG_LINES:])
 
     def _end(self) -> None:
-        host, self.host = self.host, None
+        host, self._host = self._host, None
         if host is None:
             return
         assert host.stdin is not None
@@ -257,5 +220,5 @@ class DynamoIndexer:
             host.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             host.kill()
-            host.wait()
+            host.wait(PATIENCE)
         host.stdout.close()

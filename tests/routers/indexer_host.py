@@ -73,7 +73,7 @@ def main() -> None:
                 answer([0, str(failure)])
     finally:
         indexer.kill()
-        indexer.wait()
+        indexer.wait(REQUEST_SECONDS)
 
 
 if __name__ == "__main__":

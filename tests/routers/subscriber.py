@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 import msgspec
 import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
 from tests.events.expected import Indexes
-from tests.routers import example_subscriber
 
 _DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
@@ -19,8 +17,7 @@ class Subscriber:
 
     Attributes:
         events: how many came.
-        errors: in words: sequence numbers that do not grow, and payloads that vLLM's structures or
-            those of its example subscriber do not decode.
+        errors: in words: sequence numbers that do not grow, and payloads that vLLM does not decode.
     """
 
     def __init__(self) -> None:
@@ -43,11 +40,6 @@ class Subscriber:
         """Return whether a message of this topic has arrived since it is followed."""
         self.pump()
         return topic in self._sequences
-
-    def hashes(self, topic: str, medium: str) -> set[int]:
-        """Return the blocks that an engine has published of a medium, also those without tokens."""
-        self.pump()
-        return {block.hash for block in self.indexes.plain.held(topic) if block.medium == medium}
 
     def leave(self, topic: str, endpoint: str) -> None:
         """Follow an engine no more, and forget its blocks."""
@@ -74,7 +66,7 @@ class Subscriber:
             topic, sequence = name.decode(), int.from_bytes(number, "big")
             try:
                 batch = _DECODER.decode(payload)
-                example_subscriber.decode(payload)
+
             except msgspec.MsgspecError as error:
                 self.errors.append(f"{topic}: message {sequence}: {error}")
                 continue
@@ -89,9 +81,3 @@ class Subscriber:
     def close(self) -> None:
         """Close the socket."""
         self._context.destroy(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,19 +1,13 @@
 """What Dynamo's indexer promises of a prompt is what the engine then finds, whatever happened."""
 
-import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.serving import run_kvd
 from tests.routers.fleet import (
-    DISK,
-    MEMORY,
     MODEL,
     NOT_STORED,
     ROUNDS,
@@ -25,7 +19,6 @@ from tests.routers.fleet import (
     store_all,
 )
 from tests.routers.indexer import NOTHING, DynamoIndexer
-from tests.routers.subscriber import Subscriber
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     BLOCK,
@@ -55,45 +48,30 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]
 @pytest.fixture(scope="module")
 def fleet(
     models: Path, module_dir: Path, start_engine: StartEngine, indexer: DynamoIndexer
-) -> Iterator[Fleet]:
+) -> Fleet:
     """Two engines; when they start there is no daemon."""
-    with Subscriber() as subscriber:
-        fleet = Fleet(module_dir, models, start_engine, indexer, subscriber)
-        for engine in [fleet.start(), fleet.start()]:
-            engine.follow()
-        yield fleet
+    fleet = Fleet(module_dir, models, start_engine, indexer)
+    for engine in [fleet.start(), fleet.start()]:
+        engine.follow()
+    return fleet
 
 
 @pytest.fixture
-def pairs(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Pairs]:
-    """What the test compares; every promise must be kept, and the table shows how many.
-
-    All that the engines have published is decoded by vLLM's structures, and by those of its
-    example subscriber.
-    """
-    pairs, events = Pairs(), fleet.subscriber.events
+def pairs() -> Iterator[Pairs]:
+    """What the test compares; every promise must be kept."""
+    pairs = Pairs()
     yield pairs
-    fleet.subscriber.pump()
-    assert not fleet.subscriber.errors
-    assert fleet.subscriber.events > events
-    scenario = request.node.name.removeprefix("test_").replace("_", " ")
-    request.node.user_properties.append(("pairs", (scenario, *pairs.row())))
     assert not pairs.differences
     assert pairs.compared
 
 
-def serve(fleet: Fleet, start_daemon: StartDaemon, size: str = POOL, *options: str) -> Daemon:
+def serve(fleet: Fleet, start_daemon: StartDaemon, size: str = POOL) -> Daemon:
     """Start a new daemon for the fleet, in which all engines can store."""
-    daemon = start_daemon(*options, cpu_bytes=size, where=fleet.runtime_dir)
-    attach(fleet, daemon)
-    return daemon
-
-
-def attach(fleet: Fleet, daemon: Daemon) -> None:
-    """Wait until all engines store in this daemon's pool."""
+    daemon = start_daemon(cpu_bytes=size, where=fleet.runtime_dir)
     wait_served(daemon, *(engine.process for engine in fleet.engines))
     for engine in fleet.engines:
         engine.store_something(daemon)
+    return daemon
 
 
 def only_pool(engine: RoutedEngine, prompt: list[int]) -> int:
@@ -131,72 +109,6 @@ def test_evictions_by_both_engines(fleet: Fleet, start_daemon: StartDaemon, pair
     assert 0 < pairs.pooled < pairs.compared
 
 
-def test_kvd_clear(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
-    """After `kvd clear` only blocks on the engines' devices are promised."""
-    daemon = serve(fleet, start_daemon)
-    asked = family(seed=30)[:6]
-    churn(daemon, fleet.engines, asked)
-    cleared = run_kvd("clear", "--yes", "--runtime-dir", str(fleet.runtime_dir))
-    assert cleared.returncode == 0, cleared.stderr
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert not pairs.pooled
-
-
-def test_resets_of_the_pool_and_of_an_engines_own_cache(
-    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
-) -> None:
-    """A reset with the connector empties the pool for both; one without it leaves the pool."""
-    daemon = serve(fleet, start_daemon)
-    first, second = fleet.engines
-    asked = family(seed=40)[:4]
-    churn(daemon, [first], asked)
-    first.process.reset(external=True)
-    eventually(lambda: chunks_of(daemon).get("ready", 0), lambda ready: not ready)
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert not pairs.pooled
-
-    churn(daemon, [second], asked)
-    first.process.reset()
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert pairs.pooled
-
-
-def test_a_daemon_that_is_killed_and_restarts_warm(
-    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
-) -> None:
-    """The chunks that the next daemon takes over are promised, and found."""
-    daemon = serve(fleet, start_daemon, POOL, "--keep-pool", "yes")
-    asked = family(seed=50)[:6]
-    churn(daemon, fleet.engines, asked)
-    daemon.process.kill()
-    daemon.process.wait()
-    daemon = start_daemon("--keep-pool", "yes", cpu_bytes=POOL, where=fleet.runtime_dir)
-    wait_served(daemon, *(engine.process for engine in fleet.engines))
-    assert chunks_of(daemon)["ready"] > 0
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert pairs.pooled
-
-
-def test_a_daemon_that_is_killed_and_restarts_cold(
-    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
-) -> None:
-    """Nothing of the lost pool is promised any more."""
-    daemon = serve(fleet, start_daemon)
-    asked = family(seed=60)[:6]
-    churn(daemon, fleet.engines, asked)
-    daemon.process.kill()
-    daemon.process.wait()
-    daemon = start_daemon("--cold", cpu_bytes=POOL, where=fleet.runtime_dir)
-    attach(fleet, daemon)
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert not pairs.pooled
-
-
 def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
     """Idle engines take all of the pool back by themselves, 10 s after the daemon has gone."""
     daemon = serve(fleet, start_daemon)
@@ -204,11 +116,10 @@ def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> Non
     churn(daemon, fleet.engines, asked)
     for engine in fleet.engines:
         engine.publish_all()
-        assert engine.blocks_in(MEMORY)
-    daemon.process.send_signal(signal.SIGTERM)
-    daemon.process.wait()
+        assert engine.blocks_in_memory()
+    daemon.stop()
     for engine in fleet.engines:
-        eventually(partial(engine.blocks_in, MEMORY), lambda blocks: not blocks)
+        eventually(engine.blocks_in_memory, lambda blocks: not blocks)
         engine.check(asked, pairs)
     assert not pairs.pooled
 
@@ -228,7 +139,7 @@ def test_an_idle_engine_tells_what_the_other_evicts(
 
     assert any(stored() for _ in range(ROUNDS))
     # Its own last stores become READY after its last step.
-    eventually(lambda: len(idle.blocks_in(MEMORY)) == chunks_of(daemon)["ready"])
+    eventually(lambda: len(idle.blocks_in_memory()) == chunks_of(daemon)["ready"])
     idle.process.reset()  # of its own cache: the prompt is in the pool alone
     idle.publish_all()
     assert only_pool(idle, prompt) == len(prompt) // BLOCK * BLOCK
@@ -237,7 +148,7 @@ def test_an_idle_engine_tells_what_the_other_evicts(
 
     def evicted() -> bool:
         churn(daemon, [busy], asked[1:])
-        eventually(lambda: idle.blocks_in(MEMORY) == busy.blocks_in(MEMORY))
+        eventually(lambda: idle.blocks_in_memory() == busy.blocks_in_memory())
         return not only_pool(idle, prompt)
 
     assert any(evicted() for _ in range(ROUNDS))
@@ -248,60 +159,6 @@ def test_an_idle_engine_tells_what_the_other_evicts(
         pairs.add(idle.instance, promise, answer.cached_tokens)
     idle.check(asked, pairs)
     busy.check(asked, pairs)
-
-
-def test_a_disk_tier_below_a_small_pool(
-    fleet: Fleet, start_daemon: StartDaemon, tmp_path: Path, pairs: Pairs
-) -> None:
-    """Chunks on disk are promised as such, and found unless an engine computes them instead.
-
-    It computes where it takes that for faster; test_tiered shows that it waits for them, too.
-    """
-    tier = f"disk:{tmp_path / 'tier'},size=256MiB,keep=all"
-    daemon = serve(fleet, start_daemon, POOL, "--tier", tier)
-    asked = family(seed=90)
-
-    def most_is_below() -> bool:
-        for prompt in asked:  # one after another: the tier keeps up
-            churn(daemon, fleet.engines, [prompt])
-            wait_tier(daemon)
-        return bool(tier_of(daemon)["chunks"] > chunks_of(daemon)["ready"])
-
-    assert any(most_is_below() for _ in range(ROUNDS))
-    for _ in range(ROUNDS):
-        for engine in fleet.engines:
-            for prompt in asked:
-                engine.check([prompt], pairs, lambda: tier_of(daemon)["counters"]["opened"])
-                wait_stored(daemon)
-                wait_tier(daemon)
-        if pairs.from_tier:
-            break
-    assert tier_of(daemon)["counters"]["gets"]["ok"]
-    for engine in fleet.engines:
-
-        def is_published(engine: RoutedEngine = engine) -> bool:
-            """Whether every chunk is, and no promise of it is false."""
-            published = fleet.subscriber.hashes(engine.topic, "STORAGE")
-            whole = len(published) == tier_of(daemon)["chunks"]
-            return whole and engine.blocks_in(DISK) <= published
-
-        engine.publish_all()
-        eventually(is_published)
-
-
-def tier_of(daemon: Daemon) -> dict[str, Any]:
-    """What the daemon says of its tier."""
-    (tier,) = daemon.status()["tiers"]
-    found: dict[str, Any] = tier
-    return found
-
-
-def wait_tier(daemon: Daemon) -> None:
-    """Wait until no chunk is on its way down or up."""
-    eventually(
-        lambda: tier_of(daemon),
-        lambda tier: not tier["queued_put_bytes"] + tier["queued_get_bytes"],
-    )
 
 
 def test_an_engine_that_comes_late_and_leaves(

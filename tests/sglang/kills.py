@@ -30,7 +30,7 @@ from kvd_tools.models import LLAMA, write_model
 from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon, started_daemons
 from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 # Little to compute with and much to load, so that the daemon is often killed while it loads.
 MODEL = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 8, "head_dim": 128}
@@ -59,11 +59,8 @@ class Tally:
     """
 
     kills: int = 0
-    long_gaps: int = 0
     answers: int = 0
     found: int = 0
-    tokens: int = 0
-    found_tokens: int = 0
     failed_loads: int = 0
     begun_anew: int = 0
     aborted: int = 0
@@ -71,25 +68,9 @@ class Tally:
     unanswered: list[str] = field(default_factory=list)
     slowest: float = 0.0
 
-    def report(self) -> dict[str, object]:
-        """As one JSON object."""
-        return asdict(self) | {
-            "wrong": len(self.wrong),
-            "unanswered": len(self.unanswered),
-            "first": [*self.wrong, *self.unanswered][:5],
-            "slowest": round(self.slowest, 2),
-        }
-
 
 class Load:
-    """Clients that ask an engine without a pause, until the end of the context.
-
-    Args:
-        engine: ready.
-        expected: its prompts and their right answers.
-        tally: what is counted.
-        seed: of the clients' choices.
-    """
+    """Clients that ask an engine for these prompts without a pause, until the context ends."""
 
     def __init__(
         self,
@@ -117,7 +98,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for client in self._clients:
-            client.join()
+            client.join(PATIENCE)
 
     def wait_found(self) -> None:
         """Wait until a whole prompt is found again."""
@@ -147,8 +128,6 @@ class Load:
         tally = self._tally
         with self._found:
             tally.answers += 1
-            tally.tokens += len(prompt)
-            tally.found_tokens += answer.cached_tokens
             tally.slowest = max(tally.slowest, answer.seconds)
             if answer.cached_tokens > len(prompt) // 2:
                 tally.found += 1
@@ -168,7 +147,7 @@ def kill(daemon: Daemon, *, whole: bool) -> None:
     for each in [*(process.children(recursive=True) if whole else ()), process]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
-    daemon.process.wait()
+    daemon.process.wait(PATIENCE)
 
 
 def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
@@ -204,11 +183,10 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
             kill(daemon, whole=source.random() < WHOLE)
             tally.kills += 1
             long = source.random() < LONG_GAP
-            tally.long_gaps += long
             time.sleep(LOAD_TIMEOUT + 2 if long else source.uniform(0.0, LONGEST_GAP))
             daemon = next_daemon()
             if (number + 1) % 10 == 0:
-                print(json.dumps(tally.report()), flush=True)
+                print(json.dumps(asdict(tally)), flush=True)
             if not engine.running:
                 tally.unanswered.append("the engine has ended")
                 break
@@ -228,7 +206,7 @@ def main() -> int:
     began = time.monotonic()
     tally = run(kills, seed, layerwise=layerwise)
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"seconds": seconds, "seed": seed, "layerwise": layerwise} | tally.report()))
+    print(json.dumps({"seconds": seconds, "seed": seed, "layerwise": layerwise} | asdict(tally)))
     return 1 if tally.wrong or tally.unanswered or (tally.aborted and not layerwise) else 0
 
 

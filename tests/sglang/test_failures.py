@@ -1,6 +1,5 @@
 """A daemon that is absent, killed or frozen is a cache that misses: the engine serves on."""
 
-import json
 import os
 import signal
 import threading
@@ -12,7 +11,6 @@ from kvd_tools.engine_server import Completion
 from kvd_tools.errors import DemoError
 from kvd_tools.sglang_engine import SglangServerOptions
 from tests.conftest import StartDaemon
-from tests.processes import python
 from tests.sglang.conftest import StartEngine
 from tests.sglang.support import (
     CHUNK_TOKENS,
@@ -25,10 +23,10 @@ from tests.sglang.support import (
     wait_served,
     with_kvd,
 )
+from tests.waiting import PATIENCE
 
 PROMPTS = prompts(4)
 KEEP = ("--keep-pool", "yes")
-KILLS = 6
 ROUNDS = 5
 ENGINE_DEADLINE, FROZEN_SECONDS = 15.0, 20.0
 
@@ -84,7 +82,7 @@ def test_absent_killed_and_frozen_it_costs_misses(
     try:
         check(ask_all(engine, PROMPTS), expected)
     finally:
-        wake.join()
+        wake.join(FROZEN_SECONDS + PATIENCE)
 
 
 def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(
@@ -95,13 +93,3 @@ def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(
     engine = start_engine(options)
     with pytest.raises(DemoError, match="leese"):
         engine.wait_ready()
-
-
-@pytest.mark.parametrize("layers", [(), ("--layerwise",)])
-def test_a_killed_daemon_never_costs_an_answer(layers: tuple[str, ...]) -> None:
-    """A short run of `make sglang-kills`: every answer is right, and none is missing."""
-    done = python("-m", "tests.sglang.kills", KILLS, 11, *layers, seconds=TEST_SECONDS - 60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    tally = json.loads(done.stdout.splitlines()[-1])
-    assert tally["kills"] == KILLS
-    assert tally["found"]

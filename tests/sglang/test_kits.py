@@ -55,7 +55,7 @@ def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             engine.kill()
 
 
-@pytest.mark.parametrize("kit", [16, 32], indirect=True)
+@pytest.mark.parametrize("kit", [16, pytest.param(32, marks=pytest.mark.nightly)], indirect=True)
 def test_after_a_flush_all_pages_of_a_prompt_are_found(kit: Kit) -> None:
     """SGLang's kit expects all but the last page, which is never looked up."""
     kit.test_l3_prefetch_full_prefix_hit_after_flush()

@@ -7,6 +7,7 @@ import pytest
 from kvd_tools.engine_server import Completion
 from kvd_tools.sglang_engine import SglangServerOptions
 from tests.conftest import Daemon
+from tests.engine_demos import finds_known_prompts
 from tests.sglang.conftest import StartEngine
 from tests.sglang.support import (
     CHUNK_TOKENS,
@@ -35,7 +36,10 @@ def test_the_answers_are_worth_comparing(expected: list[Completion]) -> None:
     assert min(min(top.values()) for answer in expected for top in answer.logprobs) < -1
 
 
-@pytest.mark.parametrize(("page_size", "layerwise"), [(1, False), (16, True), (64, False)])
+@pytest.mark.parametrize(
+    ("page_size", "layerwise"),
+    [(1, False), (16, True), pytest.param(64, False, marks=pytest.mark.nightly)],
+)
 def test_what_was_pushed_out_comes_back(
     daemon: Daemon,
     model: Path,
@@ -44,10 +48,14 @@ def test_what_was_pushed_out_comes_back(
     page_size: int,
     layerwise: bool,
 ) -> None:
-    """Prompts that have left the engine's cache are found in kvd's, also together."""
+    """Prompts that have left the engine's cache are found in kvd's, also together.
+
+    And by the next engine, when this one has crashed.
+    """
     plain = SglangServerOptions(model, page_size=page_size)
     chunk_tokens = max(page_size, CHUNK_TOKENS)
-    engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
+    options = with_kvd(plain, daemon.runtime_dir, layerwise=layerwise)
+    engine = start_engine(options)
     engine.wait_ready()
     wait_served(daemon)
     check(ask_all(engine, PROMPTS), expected)
@@ -60,29 +68,19 @@ def test_what_was_pushed_out_comes_back(
     together = engine.generate(PROMPTS)
     check(together, expected)
     assert min(answer.cached_tokens for answer in together) >= findable(chunk_tokens)
-
-
-def test_a_new_engine_finds_what_the_one_before_has_stored(
-    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Completion]
-) -> None:
-    """The pool outlives an engine's crash."""
-    options = with_kvd(SglangServerOptions(model), daemon.runtime_dir)
-    first = start_engine(options)
-    first.wait_ready()
-    wait_served(daemon)
-    check(ask_all(first, PROMPTS), expected)
-    wait_stored(daemon, CHUNKS)
-    first.kill()
+    if layerwise:
+        return
+    engine.kill()
     eventually(lambda: not daemon.status()["engines"])
-    second = start_engine(options)
-    second.wait_ready()
+    successor = start_engine(options)
+    successor.wait_ready()
     wait_served(daemon)
-    answers = ask_all(second, PROMPTS)
+    answers = ask_all(successor, PROMPTS)
     check(answers, expected)
-    assert min(answer.cached_tokens for answer in answers) >= findable()
+    assert min(answer.cached_tokens for answer in answers) >= findable(chunk_tokens)
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("layerwise", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_two_ranks_load_alike(
     daemon: Daemon,
     model: Path,
@@ -101,3 +99,8 @@ def test_two_ranks_load_alike(
     answers = ask_all(engine, PROMPTS)
     check(answers, expected)
     assert min(answer.cached_tokens for answer in answers) >= findable()
+
+
+def test_the_demo_finds_known_prompts_also_after_a_restart() -> None:
+    """`kvd demo-sglang`: warm and in a new engine every whole chunk, with the same answers."""
+    finds_known_prompts("demo-sglang", TEST_SECONDS - 60)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from kvd_client import CudaError, StoreAnswer, StoreTicket
+from kvd_client import CudaError
 from kvd_client.errors import cause
 from kvd_client.sglang import pool_cache
 from kvd_client.sglang.linker import KvdLinker
@@ -109,22 +109,6 @@ def test_a_requests_first_lookup_is_reported(
     assert told == [("report_missed", keys[NODE:]), ("request_finished", keys)]
     assert load(linker)
     assert len(told) == 2
-
-
-def test_a_node_that_gets_no_room_is_given_up(
-    daemon: Daemon, start_linker: StartLinker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its chunks are named to the daemon: SGLang does not offer them again."""
-    linker = ready(start_linker, daemon)
-    (cache,) = linker._caches.values()
-    given_up: list[bytes] = []
-    monkeypatch.setattr(cache.scheduler, "give_up", given_up.extend)
-    full = StoreTicket(answers=(StoreAnswer.FULL,) * NODE)
-    monkeypatch.setattr(cache, "offer", lambda _: full)
-    more = KEYS[NODE : 2 * NODE]
-    node = PoolTransfer(PoolName.KV, device_indices=indices(FROM, PAGE), keys=more)
-    assert not store(linker, [node])
-    assert given_up == chunk_keys(more)
 
 
 def test_requests_that_are_aborted_are_counted(

@@ -166,7 +166,7 @@ def test_the_answers_are_worth_comparing(plain: Plain) -> None:
     assert min(min(top.values()) for answer in answers for top in answer.logprobs) < -1
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("layerwise", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_what_was_pushed_out_comes_back(
     daemon: Daemon, start_engine: StartEngine, kind: Kind, plain: Plain, layerwise: bool
 ) -> None:

@@ -53,6 +53,7 @@ def test_two_engines_share_what_either_has_stored(
     assert len(daemon.status()["namespaces"]) == 1
 
 
+@pytest.mark.nightly
 def test_replicas_of_one_server_share_what_either_has_stored(
     daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Completion]
 ) -> None:

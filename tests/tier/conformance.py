@@ -19,6 +19,7 @@ import pytest
 from kvd.outcomes import Outcome
 from kvd.tier.contract import Chunk, Space, TierBackend
 from tests.tier.areas import Area, begun, coverage_of, is_whole, keys_of, space_of
+from tests.waiting import PATIENCE
 
 MakeTier: TypeAlias = Callable[[int], TierBackend]
 """Opens the backend with a budget of so many bytes, on the same medium each time; the fixture
@@ -397,7 +398,8 @@ class Conformance:
             thread.start()
         listed = [self.scanned(tier, space) for _ in range(3)]
         for thread in threads:
-            thread.join()
+            thread.join(PATIENCE)
+        assert not [thread for thread in threads if thread.is_alive()]
         assert not problems
         every = {key for keys in names for key in keys}
         assert all(one.keys() <= every for one in listed)

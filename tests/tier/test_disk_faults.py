@@ -11,17 +11,16 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvd.errors import ConfigError, TierError
-from kvd.machine.memory import Filesystem
 from kvd.outcomes import Outcome
 from kvd.tier.batches import Damaged, OtherChunk, checksum_of, seal, unseal
 from kvd.tier.contract import BackendOptions, Space
-from kvd.tier.disk import DiskTier, directory, slabs
+from kvd.tier.disk import DiskTier, slabs
 from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
@@ -135,12 +134,61 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
         DiskTier.check(BackendOptions(target, values))
 
 
-def test_a_second_daemon(disks: Disks) -> None:
-    """A directory that is in use is refused, and free when its user is closed."""
-    tier = disks.open()
-    with pytest.raises(TierError, match="in use by another daemon"):
+def made(folder: Path) -> Path:
+    """The folder, which is there now."""
+    folder.mkdir(parents=True)
+    return folder
+
+
+def opened_to_all(disks: Disks) -> None:
+    """The folder's parent lets every user write."""
+    made(disks.folder.parent).chmod(0o777)
+
+
+REFUSED: dict[str, tuple[Callable[[Disks], object], str]] = {
+    "in use": (Disks.open, "in use by another daemon"),
+    "files of others": (
+        lambda disks: (made(disks.folder) / "thesis.txt").write_text("all of it"),
+        r"holds files of others .*thesis\.txt",
+    ),
+    "another version": (
+        lambda disks: (made(disks.folder) / "kvd-disk").write_text("kvd disk tier, version 9\n"),
+        "version 9",
+    ),
+    "symbolic link": (
+        lambda disks: disks.folder.symlink_to(made(disks.folder.parent.parent / "there")),
+        "symbolic link; give its target, .*/there",
+    ),
+    "missing mount": (lambda _: None, "create its parent directory, or mount"),
+    "another user's": (lambda disks: os.chown(made(disks.folder), 12345, -1), "chown 0"),
+    "writable by all": (opened_to_all, "lets every user replace"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, case: str) -> None:
+    """The error says why and what to do, and the directory stays as it was."""
+    if case == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    prepare, needle = REFUSED[case]
+    disks = Disks(tmp_path / "mnt" / PLACE)
+    if case not in {"missing mount", "writable by all"}:
+        disks.folder.parent.mkdir()
+    prepare(disks)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TierError, match=needle):
         disks.open()
-    disks.reopen(tier)
+    assert sorted(tmp_path.rglob("*")) == before
+    disks.close()
+
+
+def test_a_file_system_that_is_read_only(tmp_path: Path, disks: Disks) -> None:
+    """The error says what to do."""
+    with (
+        mounted("tmpfs", "none", tmp_path / "ro", "ro"),
+        pytest.raises(TierError, match="mount it writable"),
+    ):
+        disks.open(place=tmp_path / "ro" / PLACE)
 
 
 def test_modes(disks: Disks) -> None:
@@ -152,151 +200,16 @@ def test_modes(disks: Disks) -> None:
     assert {file.stat().st_mode & 0o777 for file in disks.folder.iterdir()} == {0o600}
 
 
-def test_a_directory_of_something_else(disks: Disks) -> None:
-    """A directory that holds other files is refused, and they stay as they are."""
-    disks.folder.mkdir(mode=0o755)
-    (disks.folder / "thesis.txt").write_text("all of it")
-    with pytest.raises(TierError, match=r"thesis\.txt"):
-        disks.open()
-    assert disks.folder.stat().st_mode & 0o777 == 0o755
-    assert [file.name for file in disks.folder.iterdir()] == ["thesis.txt"]
-
-
-def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """Files that come into it later are named and left alone, and its chunks are found."""
-    disks.folder.mkdir()
-    (disks.folder / "lost+found").mkdir()
-    tier = disks.open()
-    space = begun(tier, space_of(4096))
-    put_all(tier, disks.area.chunks(space, [b"k"]))
-    assert "not kvd's" not in caplog.text
-    (disks.folder / "notes.txt").write_text("all of it")
-    (disks.folder / "000001.slab.damaged").write_text("an old one")
-    tier = disks.reopen(tier)
-    assert "notes.txt: not kvd's (1 in all): left alone" in caplog.text
-    assert disks.got(tier, space, [b"k"]) == [OK]
-    assert (disks.folder / "notes.txt").read_text() == "all of it"
-
-
-def test_a_directory_of_another_version(disks: Disks) -> None:
-    """What another version has made is refused and left alone."""
-    tier = disks.open()
-    tier.close()
-    (disks.folder / "kvd-disk").write_text("kvd disk tier, version 9\n")
-    with pytest.raises(TierError, match="version 9"):
-        disks.open()
-
-
-def test_a_symbolic_link(disks: Disks, tmp_path: Path) -> None:
-    """A link is refused with its target, so that nobody is led elsewhere."""
-    (tmp_path / "there").mkdir()
-    disks.folder.symlink_to(tmp_path / "there")
-    with pytest.raises(TierError, match=f"symbolic link; give its target, {tmp_path}/there"):
-        disks.open()
-
-
-def test_a_missing_mount(tmp_path: Path, disks: Disks) -> None:
-    """Only the last part of a path is made, so a missing mount is not written past."""
-    with pytest.raises(TierError, match="create its parent directory, or mount"):
-        disks.open(place=tmp_path / "mnt" / "nvme")
-    assert not (tmp_path / "mnt").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_the_directory_of_another_user(disks: Disks) -> None:
-    """Another user's directory is refused with the remedy."""
-    disks.folder.mkdir()
-    os.chown(disks.folder, 12345, -1)
-    with pytest.raises(TierError, match=r"belongs to user 12345, .*chown 0"):
-        disks.open()
-
-
-def test_a_place_where_all_may_write(tmp_path: Path, disks: Disks) -> None:
-    """A parent in which every user may replace the directory is refused."""
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(TierError, match="lets every user replace"):
-        disks.open(place=tmp_path / "open" / PLACE)
-
-
-def test_a_file_system_that_is_read_only(tmp_path: Path, disks: Disks) -> None:
-    """A read-only file system is named as such."""
-    with (
-        mounted("tmpfs", "none", tmp_path / "ro", "ro"),
-        pytest.raises(TierError, match="mount it writable"),
-    ):
-        disks.open(place=tmp_path / "ro" / PLACE)
-
-
 # ---------------------------------------------------------------- room
 
 
-def test_smaller_than_one_slot(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """A budget below one chunk keeps nothing and says so."""
+def test_a_size_below_one_chunk(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept, and a warning says so with the remedy."""
     tier = disks.open("64KiB")
     space = begun(tier, space_of(MIB))
-    with caplog.at_level(logging.WARNING):
-        assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
+    assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
     assert "set a larger size" in caplog.text
     assert not files_of(disks.folder, ".slab")
-
-
-def test_the_files_keep_to_the_budget(disks: Disks) -> None:
-    """With chunks of several sizes, more than fit, all files stay below the budget."""
-    tier = disks.open("4MiB")
-    for turn, share in enumerate((50_000, 10_000, 300_000, 50_000)):
-        space = begun(tier, space_of(share, name=bytes([turn]) * 16))
-        keys = keys_of(f"turn-{turn}", 5 * MIB // share)
-        for at in range(0, len(keys), 8):
-            disks.fill(tier, space, keys[at : at + 8])
-            assert disk_bytes(disks.folder) <= 4 * MIB
-        assert disks.got(tier, space, keys[-3:]) == [OK] * 3
-
-
-@pytest.mark.parametrize("share", [16_384, 65_536, 12 * MIB - 16_384])
-def test_the_directory_keeps_to_the_budget(disks: Disks, share: int) -> None:
-    """`du` of a full tier is below its size, also where two slabs would just fill it."""
-    tier = disks.open("24MiB")
-    space = begun(tier, space_of(share))
-    for key in keys_of("k", 28 * MIB // share):
-        put_all(tier, [disks.area.chunk(space, key)])
-    assert 12 * MIB - 16_384 < disk_bytes(disks.folder) <= 24 * MIB
-
-
-def test_the_table_of_salts_keeps_to_its_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With as many salts as it may have, two of the file fit what the budget leaves it."""
-    monkeypatch.setattr("kvd.tier.disk.directory.os.fsync", lambda _fd: None)
-    folder = os.open(tmp_path, os.O_RDONLY)
-    names = [number.to_bytes(16) for number in range(directory.MAX_SALTS + 1)]
-    try:
-        table = directory.Salts(folder)
-        for name in names:
-            table.note(name, name[:8])
-            table.note(names[0], b"used now")
-        again = directory.Salts(folder)
-        found = [again.get(name) for name in names[:3]]
-    finally:
-        os.close(folder)
-    assert found == [b"used now", b"", names[2][:8]]
-    nbytes = (tmp_path / directory.SALTS).stat().st_size
-    assert 2 * (-(-nbytes // 4096) * 4096) <= directory.SALTS_BYTES
-
-
-def test_a_large_slab_takes_what_the_budget_counts(tmp_path: Path) -> None:
-    """On ext4 a file of 512 MiB has a block more than its bytes."""
-    if Filesystem.of(tmp_path).kind != "ext4":
-        pytest.skip("the test's folder is not on ext4")
-    folder = os.open(tmp_path, os.O_RDONLY)
-    try:
-        slab = slabs.create(folder, 1, 512, MIB, 0)
-        slab.close()
-    finally:
-        os.close(folder)
-    assert 512 * MIB < disk_bytes(tmp_path) <= slab.nbytes + tmp_path.stat().st_blocks * 512
-    for file in tmp_path.iterdir():
-        file.unlink()
 
 
 def test_the_floor_is_kept(tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,21 +247,6 @@ def test_others_fill_the_file_system(
         tier.close()
 
 
-def test_no_space_left(tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a floor, ENOSPC ends the growth; without any slot a put is FULL and no error."""
-    with mounted("tmpfs", "none", tmp_path / "small", "size=2m") as small:
-        tier = disks.open("64MiB", "0", small / PLACE)
-        (small / "theirs").write_bytes(bytes(MIB))
-        space = begun(tier, space_of(2 * MIB))
-        with caplog.at_level(logging.WARNING):
-            assert tier.put([disks.area.chunk(space, b"k")], soon()) == [FULL]
-        assert caplog.records
-        little = begun(tier, space_of(65536, name=b"l" * 16))
-        disks.fill(tier, little, keys_of("l", 40))
-        assert not list(small.glob("*/*.new"))
-        tier.close()
-
-
 def test_allocating_fails(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slab whose room cannot be had leaves no file, and a put is FULL."""
     tier = disks.open()
@@ -378,17 +276,6 @@ def test_a_smaller_and_a_larger_size(disks: Disks) -> None:
     tier = disks.reopen(tier, "16MiB")
     disks.fill(tier, space, keys_of("more", 150))
     assert tier.capacity().chunks == len(there) + 150
-
-
-def test_what_was_asked_for_stays(disks: Disks) -> None:
-    """Chunks that are got now and then outlive four times the budget of others."""
-    tier = disks.open("4MiB")
-    space = begun(tier, space_of(65536))
-    loved = keys_of("loved", 8)
-    put_all(tier, disks.area.chunks(space, loved))
-    for at in range(12):
-        put_all(tier, disks.area.chunks(space, keys_of(f"once-{at}", 20)))
-        assert disks.got(tier, space, loved) == [OK] * 8
 
 
 # ---------------------------------------------------------------- the medium fails
@@ -795,26 +682,6 @@ def test_killed_in_mid_write(disks: Disks) -> None:
 def _told(known: set[bytes], line: str) -> set[bytes]:
     kept, gone = ({bytes.fromhex(key) for key in part.split()} for part in line.split("|"))
     return (known | kept) - gone
-
-
-def test_killed_before_the_budget(disks: Disks) -> None:
-    """Of what was acknowledged while there was room, a kill loses nothing."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _WRITER.replace("6MiB", "64MiB"), str(disks.folder), "x"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    ) as writer:
-        assert writer.stdout is not None
-        known: set[bytes] = set()
-        for _ in range(60):
-            known = _told(known, writer.stdout.readline())
-        writer.send_signal(signal.SIGKILL)
-    assert len(known) == 300
-    tier = disks.open("64MiB")
-    space = begun(tier, space_of(20480, 500))
-    for key in sorted(known):
-        assert disks.got(tier, space, [key]) == [OK]
 
 
 def test_a_record_of_a_large_chunk_in_a_slab_of_small_slots(disks: Disks) -> None:

@@ -1,6 +1,5 @@
 """The backend for Mooncake Store, against a real master and store in network namespaces."""
 
-import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -195,18 +194,7 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
         MooncakeTier.check(BackendOptions(target, values))
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package or a library of the system is missing, both say what to install."""
-    options = BackendOptions("", {"master": "127.0.0.1:1"})
-    monkeypatch.setattr("kvd.tier.mooncake_client.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda"):
-        MooncakeTier.check(options)
-    monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(TierError, match="libibverbs1, librdmacm1"):
-        MooncakeTier.open(options, Area(4096).memory)
-
-
+@pytest.mark.nightly
 @needs_cluster
 def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a store puts find no room; without a master all fails; then both serve again."""

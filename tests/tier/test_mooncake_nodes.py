@@ -172,6 +172,7 @@ def test_damaged_objects_are_told_of_without_their_keys(
     assert_hidden(texts, keys[0][:4])
 
 
+@pytest.mark.nightly
 def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
     """What the dead store held is missed, memory goes on, and with another one all serves again."""
     keys, own = keys_of("lost", 4), keys_of("memory-s", 4)
@@ -189,6 +190,7 @@ def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
     there.bring(again)
 
 
+@pytest.mark.nightly
 def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
     """Its death is misses and an open breaker; when it is back, the breaker closes by itself."""
     keys, own = keys_of("master", 4), keys_of("memory-m", 4)
@@ -209,6 +211,7 @@ def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None
     there.bring(again)
 
 
+@pytest.mark.nightly
 def test_a_partition(cluster: Cluster, here: Place, there: Place) -> None:
     """A node that is cut off goes on with its memory, and finds what was stored when it is back."""
     keys, own = keys_of("cut", 4), keys_of("memory-p", 4)

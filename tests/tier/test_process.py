@@ -26,6 +26,7 @@ from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 from tests.daemon.serving import finding_doubles
 from tests.processes import python
+from tests.tier.kills import run
 from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
@@ -144,25 +145,6 @@ def test_a_setting_that_cannot_work(process: Process, setting: str, needle: str)
     assert process.end()[0] == 1
 
 
-def test_a_pool_that_is_too_small(process: Process) -> None:
-    """A pool's file smaller than was said is refused."""
-    failed = process.begin("memory:", pool_bytes=POOL_BYTES + 1)
-    assert isinstance(failed, TierFailed)
-    assert f"{POOL_BYTES} bytes instead of {POOL_BYTES + 1}" in failed.error
-
-
-def test_a_pool_that_is_taken_over(process: Process) -> None:
-    """Where another daemon has the pool's lock, it does not serve."""
-    descriptor = os.open(f"/proc/self/fd/{process.pool}", os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        failed = process.begin("memory:")
-    finally:
-        os.close(descriptor)
-    assert isinstance(failed, TierFailed)
-    assert "another daemon" in failed.error
-
-
 def test_what_it_imports() -> None:
     """The process with a disk behind it imports no torch, click, zmq or HTTP server."""
     code = (
@@ -171,3 +153,13 @@ def test_what_it_imports() -> None:
     )
     done = python("-c", code)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.nightly)])
+def test_what_was_acknowledged_survives_kills(kills: int) -> None:
+    """Kills of daemon and tier: no wrong byte, no kept chunk is lost, no cleared one comes back."""
+    tally = run(kills, seed=17)
+    assert not tally.violations
+    assert tally.daemon_kills + tally.tier_kills == kills
+    assert tally.found_again >= tally.acknowledged > 0
+    assert tally.corrupt == 0

@@ -7,7 +7,6 @@ happened before; and what was acknowledged and never dropped is there.
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -25,6 +24,7 @@ from kvd.wire.tiering import (
     StopTier,
 )
 from kvd_proto.directory import SlotState
+from tests.exploring import explored
 from tests.tier.broker import (
     SALT,
     SHARES,
@@ -251,6 +251,6 @@ class BreakingService(Service):
 
 
 TestService = Service.TestCase
-TestService.settings = settings(max_examples=25, stateful_step_count=25)
+TestService.settings = explored(25, 25)
 TestBreakingService = BreakingService.TestCase
-TestBreakingService.settings = settings(max_examples=25, stateful_step_count=25)
+TestBreakingService.settings = explored(25, 25)

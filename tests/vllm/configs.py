@@ -64,7 +64,7 @@ def engine_config(
 ) -> VllmConfig:
     """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json.
 
-    With `events` it publishes KV events, to nobody.
+    With `events` it publishes KV events, which go nowhere.
     """
     (folder / "config.json").write_text(json.dumps(LLAMA))
     cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)

@@ -41,16 +41,12 @@ class Lender:
     Attributes:
         loans: how many are at hand; None: none, and no answer yet.
         present: keys that are found.
-        tiers: none.
         offered: keys of each offer.
-        described: descriptions of the accepted keys of each offer, where they are wanted.
-        describes: whether they are.
         changes: what the next `take_changes` returns.
         used, missed: what finished requests have used, and lookups not found, one by one.
         unstored: keys that were given up.
         hints: what was counted of them, request by request.
         prefill_seconds: the latest that was reported.
-        steps: how many have ended.
     """
 
     def __init__(self, loans: int | None) -> None:
@@ -59,7 +55,6 @@ class Lender:
         self.loans = loans
         self.present: set[bytes] = set()
         self.offered: list[tuple[bytes, ...]] = []
-        self.described: list[list[bytes] | None] = []
         self.describes = False
         self.changes_behind = False
         self.changes = Differences()
@@ -68,7 +63,6 @@ class Lender:
         self.unstored: list[bytes] = []
         self.hints: list[tuple[int, int, int]] = []
         self.prefill_seconds: float | None = None
-        self.steps = 0
 
     def lookup(self, key: bytes, *blocks: int) -> LookupResult:
         """See Scheduler."""
@@ -82,7 +76,7 @@ class Lender:
         descriptions: Callable[[int], bytes] | None = None,
     ) -> StoreTicket:
         """See Scheduler: the first keys get what there is, and are stored at once."""
-        del blocks
+        del blocks, descriptions
         self.offered.append(tuple(keys))
         answers, accepted = [], []
         for key in keys:
@@ -96,8 +90,6 @@ class Lender:
             else:
                 answers.append(StoreAnswer.FULL)
         count = len(accepted)
-        numbers = [i for i, answer in enumerate(answers) if answer is StoreAnswer.ACCEPTED]
-        self.described.append(None if descriptions is None else list(map(descriptions, numbers)))
         return StoreTicket(
             tuple(accepted), np.zeros(count, "<u4"), np.zeros(count, "<u8"), tuple(answers)
         )
@@ -136,7 +128,6 @@ class Lender:
 
     def end_step(self) -> None:
         """See Scheduler."""
-        self.steps += 1
 
     def description(self, place: ChunkLocation) -> None:
         """See Scheduler: nothing is kept."""
@@ -191,9 +182,9 @@ class Stepping:
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
         self._groups = 1 + len(windows)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self._new: list[NewRequestData] = []
-        self._blocks = 1
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.new: list[NewRequestData] = []
+        self.next_block = 1
         self.requests: dict[str, Request] = {}
         self.ended: set[str] = set()
         self.jobs: dict[int, TransferJob] = {}
@@ -217,19 +208,19 @@ class Stepping:
             list(range(start, start + blocks * BLOCK)),
             SamplingParams(max_tokens=100, extra_args={"kv_transfer_params": params}),
             None,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
             kv_hints=hints,
         )
         self.requests[name] = request
         self.half.on_new_request(request)
         assert self.half.get_num_new_matched_tokens(request, 0) == (0, False)
-        begin = self._blocks if first is None else first
-        self._blocks = max(self._blocks, begin + self._groups * blocks)
+        begin = self.next_block if first is None else first
+        self.next_block = max(self.next_block, begin + self._groups * blocks)
         ids = tuple(
             list(range(begin + group * blocks, begin + (group + 1) * blocks))
             for group in range(self._groups)
         )
-        self._new.append(NewRequestData.from_request(request, ids))
+        self.new.append(NewRequestData.from_request(request, ids))
         return request
 
     def admit(self, name: str, computed: int, blocks: Sequence[int] = ()) -> int:
@@ -261,7 +252,7 @@ class Stepping:
     def step(self, **tokens: int) -> dict[int, TransferJob]:
         """Schedule so many tokens of these requests; the stores that begin with it."""
         output = SchedulerOutput(
-            scheduled_new_reqs=self._new,
+            scheduled_new_reqs=self.new,
             scheduled_cached_reqs=CachedRequestData.make_empty(),
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
@@ -271,7 +262,7 @@ class Stepping:
             finished_req_ids=self.ended,
             free_encoder_mm_hashes=[],
         )
-        self._new, self.ended = [], set()
+        self.new, self.ended = [], set()
         meta = self.half.build_connector_meta(output)
         self.flushed = meta.jobs_to_flush
         for name, count in tokens.items():

@@ -19,9 +19,9 @@ from kvd_tools.models import COMMON, LLAMA, write_model
 from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 from tests.conftest import Daemon
 from tests.engine_models import DEEPSEEK, GEMMA
+from tests.processes import ROOT
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
-ROOT = Path(__file__).parents[2]
 BLOCK = 32
 TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
 PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole chunks of 1, 2 or 4
@@ -39,13 +39,13 @@ def numbers(answer: Completion) -> tuple[list[int], list[dict[int, float]]]:
     return answer.tokens, answer.logprobs
 
 
-def pid_of(engine: VllmServer, *titles: str) -> int:
-    """The process of an engine that vLLM has given the first of these titles that there is."""
-    found = {}
+def core_pid(engine: VllmServer) -> int:
+    """The process of an engine's core."""
     for process in psutil.Process(engine.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found[process.pid] = " ".join(process.cmdline())
-    return next(pid for title in titles for pid in sorted(found) if found[pid].startswith(title))
+            if " ".join(process.cmdline()).startswith("VLLM::EngineCore"):
+                return process.pid
+    raise AssertionError("no process is the engine's core")
 
 
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:

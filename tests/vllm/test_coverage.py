@@ -28,14 +28,16 @@ from tests.vllm.support import (
     with_in_process_copy,
     with_kvd,
 )
+from tests.waiting import eventually
 
 DENSE, DENSE_TP2 = Setting("dense"), Setting("dense", tensor_parallel=2)
-HYBRID, MLA_TP2 = Setting("hybrid"), Setting("mla", tensor_parallel=2)
+MLA_TP2 = Setting("mla", tensor_parallel=2)
 ASKED = 4
 PAGE = 4096  # a part of one block of one layer, at the most
 TRIED = 8
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
+only_dense = pytest.mark.parametrize("served", [DENSE], indirect=True, ids=["dense"])
 
 
 @dataclass
@@ -51,8 +53,8 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[DENSE, HYBRID, DENSE_TP2, MLA_TP2],
-    ids=["dense", "hybrid", "dense-tp2", "mla-tp2"],
+    params=[DENSE, DENSE_TP2, pytest.param(MLA_TP2, marks=pytest.mark.nightly)],
+    ids=["dense", "dense-tp2", "mla-tp2"],
 )
 def served(
     request: pytest.FixtureRequest, models: Path, start_engine: StartEngine
@@ -88,6 +90,7 @@ def pool_of(daemon: Daemon) -> Path:
     return pool
 
 
+@only_dense
 def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None:
     """With its halves exchanged, wherever it is; and not when they are back in place."""
     engine, prompt, reference = served.engine, served.known.prompts[-1], served.known.warm[-1]
@@ -125,7 +128,7 @@ def test_the_log_says_which_layout_the_kv_cache_has(served: Served) -> None:
 
 
 def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None:
-    """Cold, and from kvd's pool: bit for bit as without. test_failures restarts an engine."""
+    """Cold, and from kvd's pool: bit for bit as without. A hybrid model is in test_sharing."""
     engine, daemon, known = served.engine, served.daemon, served.known
     asked = known.prompts[:ASKED]
     cold = ask_all(engine, asked)
@@ -144,7 +147,7 @@ def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None
     assert namespace["world_size"] == served.setting.tensor_parallel
 
 
-@pytest.mark.parametrize("served", [DENSE], indirect=True, ids=["dense"])
+@only_dense
 def test_a_request_limits_what_of_it_is_stored_and_loaded(served: Served) -> None:
     """`max_offload_tokens` and `max_load_tokens`, down to whole chunks of 64 tokens; 0: nothing."""
     engine, daemon = served.engine, served.daemon
@@ -159,3 +162,24 @@ def test_a_request_limits_what_of_it_is_stored_and_loaded(served: Served) -> Non
         engine.reset()
         (answer,) = engine.generate([known], kv_transfer_params={"max_load_tokens": most})
         assert answer.cached_tokens == loaded
+
+
+@only_dense
+def test_hints_of_requests_are_counted_and_change_no_answer(served: Served) -> None:
+    """Over HTTP, through the engine to the daemon: valid ones, ignored fields, cut numbers."""
+    engine, daemon = served.engine, served.daemon
+    prompt, expected = served.known.prompts[0], served.known.warm[0]
+    for hint in (
+        {"continues": False},
+        {"resume_in_s": -7},
+        "later",
+        {"resume_in_s": "soon", "pin": True, "one_shot": 1},
+    ):
+        (answer,) = engine.generate([prompt], kv_transfer_params={"kvd": hint})
+        assert not far_apart(answer, expected)
+
+    def counted() -> list[int]:
+        (found,) = daemon.status()["engines"]
+        return [found["counters"][name] for name in ("hints", "hints_ignored", "hints_cut")]
+
+    eventually(counted, [4, 4, 1].__eq__)

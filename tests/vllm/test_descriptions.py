@@ -175,15 +175,6 @@ def test_chunks_are_described_as_vllm_describes_their_blocks(
         assert (found.extra is None) == (kind == "text")
 
 
-def test_a_salted_prompts_blocks_are_not_those_of_the_same_tokens(tmp_path: Path) -> None:
-    """Its first block names the salt, and no block has the hash that it has without salt."""
-    plain = Described(tmp_path, make_request()).blocks()
-    salted = Described(tmp_path, make_request(cache_salt="pepper")).blocks()
-    assert salted[0].extra == ("pepper",)
-    assert [block.tokens for block in salted] == [block.tokens for block in plain]
-    assert {block.hash for block in salted}.isdisjoint(block.hash for block in plain)
-
-
 def test_blocks_of_several_hashes_have_the_last_one(tmp_path: Path) -> None:
     """Where a group's blocks are larger than another's, as vLLM resolves its hashes."""
     request = make_request(**REQUESTS["images"])
@@ -209,13 +200,3 @@ def test_a_tail_is_one_block_of_its_tokens(tmp_path: Path) -> None:
         extra=(("b", 40 - 4 * BLOCK),),
         lora=None,
     )
-
-
-def test_what_vllm_does_not_place_is_not_described(tmp_path: Path) -> None:
-    """A key without a position, or of a request that is gone, has no description."""
-    described = Described(tmp_path, make_request())
-    unknown = make_offload_key(b"?" * 32, 0)
-    assert described.describer.encoded(unknown, described.context) == b""
-    other = ReqContext("other")
-    other.set_offload_key_position(unknown, BLOCK)
-    assert described.describer.encoded(unknown, other) == b""

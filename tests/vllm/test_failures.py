@@ -3,9 +3,7 @@
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,13 @@ from tests.vllm.support import (
     References,
     Setting,
     Traffic,
-    ask_all,
     ask_found,
     chunks_of,
     compute_references,
+    core_pid,
     far_apart,
     lane_pid,
     numbers,
-    pid_of,
     prompts,
     results,
     stored_chunks,
@@ -41,8 +38,6 @@ from tests.waiting import eventually
 DENSE = Setting("dense")
 LOAD_TIMEOUT, PREEMPTION_TIMEOUT = 10.0, 2.0  # of lanes that stand still
 ROUNDS = 10  # of asking the same prompts
-CHUNK_TOKENS, CHUNK_BYTES = 64, 128 * 1024  # of two blocks, in four layers of two heads of 32
-HOT_CHUNKS, COLD_CHUNKS, POOL_CHUNKS = 10, 5, 32
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -125,68 +120,37 @@ def check_hits(engine: VllmServer, daemon: Daemon, known: References) -> None:
         assert numbers(answer) == numbers(reference)
 
 
-def test_a_prefix_that_the_engines_own_cache_serves_stays(
-    engine: VllmServer, new_daemon: Callable[..., Daemon]
-) -> None:
-    """Asked again and again among others it is stored once, and the others make room."""
-    (hot,) = prompts(1, seed=1, tokens=HOT_CHUNKS * CHUNK_TOKENS + 8)
-    asked = [hot]
-    for cold in prompts(6, seed=2, tokens=COLD_CHUNKS * CHUNK_TOKENS + 8):
-        asked += [cold, hot]
-    daemon = new_daemon(cpu_bytes=str(POOL_CHUNKS * CHUNK_BYTES))
-    engine.reset()
-    hits = []
-    for prompt in asked:
-        (answer,) = engine.generate([prompt])
-        hits.append(answer.cached_tokens)
-        wait_stored(daemon)  # only what is there can be used again
-    assert hits == [0] + 6 * [0, HOT_CHUNKS * CHUNK_TOKENS]
-    ask_found(engine, [hot], HOT_CHUNKS * CHUNK_TOKENS)
-    (namespace,) = daemon.status()["namespaces"]
-    assert namespace["num_chunks"] == POOL_CHUNKS
-    assert namespace["counters"]["evicted"] > 0
-    assert namespace["counters"]["stored"] <= HOT_CHUNKS + 6 * COLD_CHUNKS
-
-
-@pytest.mark.parametrize(("during", "outage"), [("stores", 1), ("loads", 1), ("nothing", 10)])
+@pytest.mark.parametrize("during", ["stores", "loads"])
 def test_an_engine_serves_through_the_death_of_the_broker(
     during: str,
-    outage: int,
     engine: VllmServer,
     known: References,
     new_daemon: Callable[..., Daemon],
     tmp_path: Path,
     thaw: list[int],
 ) -> None:
-    """Killed while stores or loads are in flight, or idle; back after a while: hits again."""
+    """Killed while stores or loads are in flight; back after a while: hits again."""
     daemon = new_daemon("--config", str(patient(tmp_path)))
     engine.reset()
     if during == "loads":
         store_all(engine, known)
     lane = lane_pid(daemon)
-    if during != "nothing":
-        freeze(lane, thaw)  # it does not finish what it is given
+    freeze(lane, thaw)  # it does not finish what it is given
     with Traffic(engine, known) as traffic:
-        if during == "nothing":
-            traffic.wait_answers(1)
-        else:
-            state = "writing" if during == "stores" else "pinned"
-            eventually(lambda: chunks_of(daemon).get(state))
+        state = "writing" if during == "stores" else "pinned"
+        eventually(lambda: chunks_of(daemon).get(state))
         daemon.process.kill()
         go_on(lane)
-        end = time.monotonic() + outage
-        traffic.wait_answers(3)
-        time.sleep(max(0.0, end - time.monotonic()))  # the outage itself
-        traffic.wait_answers(3)
+        traffic.wait_answers(6)
         daemon = new_daemon()
         traffic.wait_answers(len(known.prompts))
     print(traffic.check())
     check_hits(engine, daemon, known)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("fate", [pytest.param("killed", marks=pytest.mark.nightly), "frozen"])
 def test_an_engine_serves_through_the_loss_of_a_lane(
-    number: signal.Signals,
+    fate: str,
     engine: VllmServer,
     known: References,
     new_daemon: Callable[..., Daemon],
@@ -206,8 +170,8 @@ def test_an_engine_serves_through_the_loss_of_a_lane(
         for _ in range(2):
             eventually(lambda: chunks_of(daemon).get("pinned"))
             engine.generate([SHORT])
-        if number == signal.SIGKILL:
-            os.kill(lane, number)
+        if fate == "killed":
+            os.kill(lane, signal.SIGKILL)
         else:  # from now on it is one that hangs
             patient(tmp_path, lane_timeout=5.0)
             daemon.process.send_signal(signal.SIGHUP)
@@ -252,57 +216,11 @@ def test_a_load_that_takes_too_long_is_computed(
     check_hits(engine, daemon, known)
 
 
-def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
-    known: References,
-    models: Path,
-    start_daemon: StartDaemon,
-    start_engine: StartEngine,
-    tmp_path: Path,
-    thaw: list[int],
-) -> None:
-    """Killed with stores in flight: its slots and leases are free, its stored chunks are found.
-
-    Its worker is killed, and then the scheduler of its successor.
-    """
-    daemon = start_daemon("--config", str(patient(tmp_path)))
-    options = with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2)
-    lane = lane_pid(daemon)
-    kept, stored = known.prompts[:5], 0
-    for victim, others in (("worker", known.prompts[5:7]), ("core", known.prompts[7:])):
-        engine = start_engine(replace(options))
-        engine.wait_ready()
-        wait_served(daemon, engine)
-        if victim == "worker":
-            for answer, cold in zip(ask_all(engine, kept), known.cold, strict=False):
-                assert answer.cached_tokens == 0
-                assert numbers(answer) == numbers(cold)
-        for answer, warm in zip(ask_found(engine, kept), known.warm, strict=False):
-            assert numbers(answer) == numbers(warm)
-        ready = wait_stored(daemon)
-        if victim == "core":
-            assert stored_chunks(daemon) == stored  # by the engine before
-        titles = ("VLLM::EngineCore",) if victim == "core" else ("VLLM::Worker", "VLLM::EngineCore")
-        pid = pid_of(engine, *titles)  # an only worker may be inside the core
-        freeze(lane, thaw)
-        for prompt in others:
-            engine.submit(prompt)
-        eventually(lambda: chunks_of(daemon).get("writing"))
-        os.kill(pid, signal.SIGKILL)
-        go_on(lane)
-        eventually(lambda: not daemon.status()["engines"])
-        left = eventually(
-            lambda: chunks_of(daemon), lambda c: not c["writing"] + c["draining"] + c["pinned"]
-        )
-        assert left["ready"] >= ready
-        stored = stored_chunks(daemon)
-        engine.kill()
-
-
 def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
     engine: VllmServer, new_daemon: Callable[..., Daemon], tmp_path: Path, thaw: list[int]
 ) -> None:
     """Preempted with stores in flight: the stores are done or void, never of the new contents."""
-    asked, tokens = prompts(6, seed=4), 160  # with its answer a prompt needs 18 of 63 blocks
+    asked, tokens = prompts(4, seed=4), 160  # with its answer a prompt needs 18 of 63 blocks
     engine.reset()
     expected = [engine.generate([prompt], tokens)[0] for prompt in asked]
     engine.reset()
@@ -330,3 +248,42 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
         if {answer.cached_tokens for answer in answers} == {CACHED_TOKENS}:
             return
     pytest.fail(f"not all of it is stored: {[answer.cached_tokens for answer in answers]}")
+
+
+def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
+    engine: VllmServer,
+    known: References,
+    models: Path,
+    new_daemon: Callable[..., Daemon],
+    start_engine: StartEngine,
+    module_dir: Path,
+    tmp_path: Path,
+    thaw: list[int],
+) -> None:
+    """Killed with stores in flight: its slots and leases are free, its stored chunks are found.
+
+    The last test of this module, whose engine it is.
+    """
+    daemon = new_daemon("--config", str(patient(tmp_path)))
+    kept, others = known.prompts[:5], known.prompts[5:7]
+    ask_found(engine, kept)
+    ready = wait_stored(daemon)
+    lane = lane_pid(daemon)
+    freeze(lane, thaw)
+    for prompt in others:
+        engine.submit(prompt)
+    eventually(lambda: chunks_of(daemon).get("writing"))
+    os.kill(core_pid(engine), signal.SIGKILL)
+    go_on(lane)
+    eventually(lambda: not daemon.status()["engines"])
+    left = eventually(
+        lambda: chunks_of(daemon), lambda c: not c["writing"] + c["draining"] + c["pinned"]
+    )
+    assert left["ready"] >= ready
+    stored = stored_chunks(daemon)
+    successor = start_engine(with_kvd(DENSE.options(models), module_dir, blocks_per_chunk=2))
+    successor.wait_ready()
+    wait_served(daemon, successor)
+    for answer, warm in zip(ask_found(successor, kept), known.warm, strict=False):
+        assert numbers(answer) == numbers(warm)
+    assert stored_chunks(daemon) == stored

@@ -1,28 +1,38 @@
-"""What an engine may be told about its daemon, and what is refused before it starts."""
+"""What an engine may be told: options, layout, identity; what is refused before it starts."""
 
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
 
+from kvd_client import Fingerprint, GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
+from kvd_client.vllm.layout import layout_line
 from kvd_client.vllm.options import (
-    TESTED_RELEASES,
+    KV_LAYOUTS,
     VLLM_KEYS,
     read_options,
-    release,
-    untested_warning,
 )
-from tests.vllm.configs import configured
-from tests.vllm.support import ROOT
+from kvd_client.vllm.spec import fingerprint
+from tests.processes import ROOT
+from tests.vllm.configs import configured, engine_config
 
+HUB_MODEL = "org/name"
 DOCUMENTS = (
     "docs/vllm.md",
     "docker/compose.yaml",
@@ -41,75 +51,33 @@ def logger() -> Iterator[logging.Logger]:
     ours.setLevel(before[1])
 
 
-def refusal(extra: dict[str, Any]) -> str:
-    """The one sentence that these settings are refused with."""
-    with pytest.raises(OptionsError) as refused:
-        read_options(extra)
-    text = str(refused.value)
-    assert "\n" not in text
-    return text
-
-
-def test_defaults() -> None:
-    """Without settings the engine runs with a daemon at /run/kvd, or without one."""
-    assert read_options({}, {}) == VllmOptions(
-        runtime_dir="/run/kvd",
-        required=False,
-        deadline=1.0,
-        load_timeout=3.0,
-        store_timeout=30.0,
-        preemption_timeout=2.0,
-        pending_timeout=1.0,
-        label="",
-        kv_layout="auto",
-        events=True,
-    )
-
-
-def test_the_environment_names_the_daemon_where_the_configuration_does_not() -> None:
-    """KVD_RUNTIME_DIR is read as the daemon reads it: an empty one is not set."""
+def test_keys_of_either_side_are_taken() -> None:
+    """Keys of kvd are read, the directory also from the environment; vLLM's own are let pass."""
     named = {"KVD_RUNTIME_DIR": "/run/other"}
-    assert read_options({}, named).runtime_dir == "/run/other"
-    assert read_options({"runtime_dir": "/run/mine"}, named).runtime_dir == "/run/mine"
-    assert read_options({}, {"KVD_RUNTIME_DIR": ""}).runtime_dir == "/run/kvd"
-
-
-def test_every_key_of_either_side_is_taken() -> None:
-    """Keys of kvd are read, whole numbers as seconds too; keys of vLLM's own logic are let pass."""
     given = {
-        "runtime_dir": "/run/other",
-        "required": True,
+        "runtime_dir": "/run/mine",
         "deadline": 2,
-        "load_timeout": 600,
-        "store_timeout": 600,
-        "label": "blue",
         "events": False,
         **dict.fromkeys(VLLM_KEYS, "vLLM checks it"),
         "canonical_layout": False,
     }
-    options = read_options(given)
-    assert (options.runtime_dir, options.required, options.label) == ("/run/other", True, "blue")
-    assert (options.deadline, options.load_timeout) == (2.0, 600.0)
-    assert not options.events
+    taken = VllmOptions(runtime_dir="/run/mine", deadline=2.0, events=False)
+    assert read_options(given, named) == taken
+    assert read_options({}, named) == VllmOptions(runtime_dir="/run/other")
+    assert read_options({}, {"KVD_RUNTIME_DIR": ""}) == VllmOptions(runtime_dir="/run/kvd")
 
 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
         ({"runtime_dirs": "/run/kvd"}, ["runtime_dirs", "known keys", "runtime_dir,"]),
-        ({"runtime_dir": 7}, ["runtime_dir", "`str`", "7"]),
         ({"required": "yes"}, ["required", "`bool`", "'yes'"]),
-        ({"deadline": "1"}, ["deadline", "`float`", "'1'"]),
         ({"deadline": True}, ["deadline", "`float`", "True"]),
-        ({"deadline": 0}, ["deadline", "> 0", "0"]),
         ({"load_timeout": -3}, ["load_timeout", "> 0", "-3"]),
         ({"load_timeout": 31}, ["load_timeout=31", "store_timeout=30", "raise store_timeout"]),
-        ({"store_timeout": 601}, ["store_timeout", "<= 600", "601"]),
         ({"pending_timeout": float("nan")}, ["pending_timeout", "nan"]),
         ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
         ({"label": "x" * 257}, ["label", "<= 256"]),
-        ({"label": None}, ["label", "`str`", "None"]),
-        ({"events": "no"}, ["events", "`bool`", "'no'"]),
         ({"cpu_bytes_to_use": 1234}, ["cpu_bytes_to_use=1234", "kvd serve --cpu-bytes"]),
         ({"eviction_policy": "lru"}, ["eviction_policy", "kvd serve --policy"]),
         ({"store_threshold": 2}, ["store_threshold=2", "kvd serve --reuse-threshold"]),
@@ -117,7 +85,10 @@ def test_every_key_of_either_side_is_taken() -> None:
 )
 def test_a_bad_setting_is_refused_in_one_sentence(extra: dict[str, Any], named: list[str]) -> None:
     """Unknown key, wrong type, value out of range: the sentence names it and what is possible."""
-    text = refusal(extra)
+    with pytest.raises(OptionsError) as refused:
+        read_options(extra)
+    text = str(refused.value)
+    assert "\n" not in text
     assert [part for part in named if part not in text] == []
 
 
@@ -163,7 +134,9 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
         ("sha256", None, vllm.__version__, []),
         ("xxhash", None, vllm.__version__, ["prefix_caching_hash_algo=xxhash is seeded anew"]),
         ("xxhash_cbor", "0", vllm.__version__, []),
+        ("sha256", None, "0.32.1.dev3+g0123456", []),
         ("sha256", None, "0.33.1", ["not tested with vLLM 0.33.1, only with vLLM 0.32"]),
+        ("sha256", None, "0.320.0", ["install a tested release"]),
     ],
 )
 def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_should_be(
@@ -192,31 +165,6 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     assert all(words in line for words, line in zip(wanted, lines, strict=True))
 
 
-def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) -> None:
-    """The connector logs through vLLM's handlers, each line once."""
-    logger.handlers.clear()
-    for _ in range(2):
-        with pytest.raises(OptionsError):
-            connector(tmp_path, extra={"deadlines": 1.0})
-    assert logger.handlers == logging.getLogger("vllm").handlers
-    assert not logger.propagate
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g0123456", "0.32.0+cpu"])
-def test_a_tested_release_needs_no_sentence(version: str) -> None:
-    """Patches and builds of a tested release are that release."""
-    assert release(version) in TESTED_RELEASES
-    assert not untested_warning(version)
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "1.32.0", "dev", "0.320.0"])
-def test_an_untested_release_is_named(version: str) -> None:
-    """One sentence: which it is, which are tested, what to do."""
-    text = untested_warning(version)
-    assert f"not tested with vLLM {version}, only with vLLM 0.32;" in text
-    assert "install a tested release" in text
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_the_documents_give_is_three_keys_and_options_that_exist(document: str) -> None:
     """Every configuration that a reader can copy is one that the connector takes."""
@@ -233,3 +181,185 @@ def test_what_the_documents_give_is_three_keys_and_options_that_exist(document: 
             "kv_load_failure_policy": "recompute",
         }
         read_options(extra, {})
+
+
+# ----------------------------------------------------- the layout that vLLM is asked for
+
+
+def unresolved(folder: Path, **extra: Any) -> VllmConfig:
+    """An engine's configuration before vLLM has decided about the layout."""
+    config = engine_config(folder, extra)
+    config.cache_config.kv_cache_layout = None
+    config.cache_config.user_specified_block_size = False
+    return config
+
+
+def test_an_unknown_layout_ends_the_start_with_the_known_ones(tmp_path: Path) -> None:
+    """One sentence names the value and what is possible, before vLLM makes a KV cache."""
+    config = unresolved(tmp_path, kv_layout="HND")
+    with pytest.raises(OptionsError, match="kv_layout='HND' is no layout of vLLM's") as refused:
+        KvdConnector.get_required_kvcache_layout(config)
+    assert all(name in str(refused.value) for name in KV_LAYOUTS)
+
+
+def model(**fields: Any) -> Callable[[VllmConfig, pytest.MonkeyPatch], None]:
+    """A model of which this is so."""
+
+    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+        for name, value in fields.items():
+            patch.setattr(type(config.model_config), name, value)
+
+    return change
+
+
+def cache_config(**fields: Any) -> Callable[[VllmConfig, pytest.MonkeyPatch], None]:
+    """Settings of vLLM's cache."""
+
+    def change(config: VllmConfig, _: pytest.MonkeyPatch) -> None:
+        for name, value in fields.items():
+            setattr(config.cache_config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        (model(), "BLHNC"),
+        # Blocks that may have to be split into kernel blocks, which vLLM cannot cut from a row.
+        (cache_config(block_size=128, user_specified_block_size=True), None),
+        (cache_config(block_size=64, user_specified_block_size=True), "BLHNC"),
+        (cache_config(block_size=128), "BLHNC"),
+        # Recurrent states, latents, layers of several types.
+        (model(is_hybrid=True), None),
+        (model(use_mla=True), None),
+        (cache_config(kv_cache_dtype_skip_layers=["0"]), None),
+    ],
+)
+def test_a_block_of_all_layers_is_asked_for_where_vllm_can_make_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[VllmConfig, pytest.MonkeyPatch], None],
+    asked: str | None,
+) -> None:
+    """An explicit wish is passed on in any case, also that for none."""
+    config = unresolved(tmp_path)
+    change(config, monkeypatch)
+    assert KvdConnector.get_required_kvcache_layout(config) == asked
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    for wish, passed in (("auto", asked), ("LBNHC", "LBNHC"), ("none", None)):
+        extra["kv_layout"] = wish
+        assert KvdConnector.get_required_kvcache_layout(config) == passed
+
+
+@pytest.mark.parametrize(
+    ("backend", "taken"),
+    [(FlashAttentionBackend, "BLHNC"), (CPUAttentionBackend, "LBHNC")],
+    ids=["any layout", "the CPU's"],
+)
+def test_vllm_takes_the_wish_where_its_backends_can(
+    tmp_path: Path, backend: type[Any], taken: str
+) -> None:
+    """Its own resolution asks the connector by its configuration, and drops what cannot be."""
+    config = unresolved(tmp_path)
+    names = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
+    assert resolve_kv_cache_layout(config, [names]).name == taken
+
+
+@pytest.mark.parametrize(
+    ("taken", "wanted", "backends", "said"),
+    [
+        ("LBNHC", None, [], "slow: set kv_layout=BLHNC in kv_connector_extra_config"),
+        ("LBHNC", "BLHNC", ["X"], "backend X cannot use it; .*slow: choose one that can"),
+        ("LBHNC", "BHLNC", [], "vLLM cannot use it for this model; .*slow: raise --block-size"),
+        ("BLHNC", "BLHNC", [], "slow: raise --block-size"),
+    ],
+)
+def test_small_fragments_come_with_a_remedy(
+    taken: str, wanted: str | None, backends: list[str], said: str
+) -> None:
+    """Which option to set, which backend, or larger blocks; none in host memory."""
+    page = 8 * 1024
+    tensors = tuple(TensorSpec(0, 2 * layer * page, page, page) for layer in range(4))
+    group = GroupSpec(tuple(TensorRef(layer, page) for layer in range(4)), 16)
+    layout = RankLayout(2, 1, 16, (8 * page,), tensors, (group,))
+    line = layout_line(layout, taken, wanted, backends, host=False)
+    assert line.startswith(f"KV cache layout {taken}: fragments of 8 KiB, 4 a block")
+    assert re.search(said, line)
+    assert "slow" not in layout_line(layout, taken, wanted, backends, host=True)
+
+
+# ------------------------------------------------------------ which engines share chunks
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache on this machine, empty."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    return folder
+
+
+def move(cache: Path, commit: str, revision: str = "main") -> None:
+    """The hub's model is now at this commit, and was fetched."""
+    ref = cache / "models--org--name" / "refs" / revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    ref.write_text(commit)
+
+
+def of_hub_model(
+    folder: Path, revision: str | None = None, download_dir: Path | None = None
+) -> Fingerprint:
+    """The identity of an engine with a model of the hub's."""
+    vllm_config, _, config = configured(folder)
+    vllm_config.model_config.model = HUB_MODEL
+    vllm_config.model_config.revision = revision
+    vllm_config.load_config.download_dir = download_dir and str(download_dir)
+    return fingerprint(config, vllm_config, "")
+
+
+@pytest.mark.parametrize(
+    ("revision", "moved", "changes"),
+    [
+        (None, ("hub", "main"), True),
+        ("refs/pr/7", ("hub", "refs/pr/7"), True),
+        ("refs/pr/7", ("hub", "main"), False),
+        (None, ("weights", "main"), True),  # the weights' folder, download_dir
+    ],
+)
+def test_another_commit_of_a_hubs_model_is_another_model(
+    tmp_path: Path, cache: Path, revision: str | None, moved: tuple[str, str], changes: bool
+) -> None:
+    """The same name at a later commit has other weights; other names' commits change nothing."""
+    weights = tmp_path / "weights"
+    for folder in (cache, weights):
+        for name in ("main", "refs/pr/7"):
+            move(folder, "a" * 40, name)
+    before = of_hub_model(tmp_path, revision, weights)
+    place, name = moved
+    move(tmp_path / place, "b" * 40, name)
+    assert (of_hub_model(tmp_path, revision, weights) != before) is changes
+    move(tmp_path / place, "a" * 40, name)
+    assert of_hub_model(tmp_path, revision, weights) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: setattr(config.model_config.hf_config, "rope_theta", 7.0),
+        lambda config: setattr(config.model_config, "quantization", "fp8"),
+        lambda config: setattr(config.model_config, "dtype", torch.float32),
+        lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        lambda config: setattr(config.load_config, "load_format", "dummy"),
+    ],
+    ids=["architecture", "quantization", "dtype", "hashes", "random weights"],
+)
+def test_engines_that_compute_otherwise_share_nothing(
+    tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    """Whatever the KV's bytes or the keys depend on is in the identity; so is the label."""
+    vllm_config, _, config = configured(tmp_path)
+    before = fingerprint(config, vllm_config, "")
+    assert fingerprint(config, vllm_config, "label") != before
+    change(vllm_config)
+    assert fingerprint(config, vllm_config, "") != before

@@ -1,20 +1,16 @@
 """`kvd plan` and docs/vllm.md against vLLM's own code: groups, pages, fragments, backends."""
 
-import ast
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import vllm.v1.attention.backends as backends_package
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -191,55 +187,3 @@ def test_the_layouts_are_those_that_vllm_has() -> None:
 def test_small_is_what_vllm_calls_so() -> None:
     """Plan and log call fragments small below the threshold under which vLLM uses a kernel."""
     assert SMALL_BYTES == SMALL_FRAGMENT == THRESHOLD_BYTES
-
-
-def restricted() -> dict[str, set[tuple[str, ...]]]:
-    """The layouts of each registered backend that does not take any, read from its source.
-
-    Most of these modules cannot be imported without their devices.
-    """
-    (folder,) = backends_package.__path__
-    classes = {
-        node.name: node
-        for file in Path(folder).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    found = {}
-    for backend in AttentionBackendEnum:
-        path = str(backend.value)
-        node = classes.get(path.rpartition(".")[2]) if path.startswith("vllm.v1.") else None
-        while node and not declared(node):
-            bases = [classes.get(ast.unparse(base)) for base in node.bases]
-            node = next(filter(None, bases), None)
-        if node:
-            found[backend.name] = declared(node)
-    return found
-
-
-def declared(node: ast.ClassDef) -> set[tuple[str, ...]]:
-    """The tuples of layouts that a class's own `supported_kv_cache_layouts` returns."""
-    return {
-        tuple(item.attr for item in inner.elts if isinstance(item, ast.Attribute))
-        for function in node.body
-        if isinstance(function, ast.FunctionDef) and function.name == "supported_kv_cache_layouts"
-        for inner in ast.walk(function)
-        if isinstance(inner, ast.Tuple) and isinstance(inner.ctx, ast.Load)
-        if any(isinstance(item, ast.Attribute) for item in inner.elts)
-    }
-
-
-def test_the_table_of_backends_is_what_vllm_says() -> None:
-    """docs/vllm.md names the layouts of each backend that does not take any, and no others."""
-    page = generate_models.PAGE.read_text(encoding="utf-8")
-    section = page.partition("| backend | layouts")[2].partition("\n\n")[0]
-    told: dict[str, tuple[str, ...]] = {}
-    for line in section.splitlines()[2:]:
-        _, backends, layouts, _ = line.split("|")
-        names = re.findall(r"`(\w+)`", backends)
-        told |= dict.fromkeys(names, tuple(re.findall(r"`(\w+)`", layouts)))
-    assert told.pop("FLASH_ATTN") == told.pop("TRITON_ATTN") == ()
-    found = restricted()
-    assert told.keys() == found.keys()
-    for name, taken in told.items():
-        assert taken in found[name]

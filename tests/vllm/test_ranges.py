@@ -115,10 +115,3 @@ def test_a_request_offers_the_blocks_that_it_has() -> None:
     assert offered == [(2, 2), (0, 4), (1, 3)]
     assert ranges.offered(keys_of(1)[1], request) == (3, 1)
     assert ranges.offered(keys_of(0)[1], ReqContext("unknown")) == ranges.all_blocks
-
-
-def test_a_hint_asks_for_what_every_load_needs() -> None:
-    """Of a window's chunk the last block, of others all."""
-    ranges, _ = ranges_of(group(0, None, sparse=False), group(1, window(CHUNK)))
-    assert ranges.minimum(keys_of(0)[0]) == ()
-    assert ranges.minimum(keys_of(1)[0]) == (3, 1)

@@ -1,7 +1,8 @@
-"""`vllm serve` with kvd behind it, configured by the three keys that the documents give."""
+"""What a user runs: `vllm serve` with the three keys that the documents give, and the demo."""
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import vllm
 from kvd_client.vllm.metrics import ATTACHED
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import StartDaemon
+from tests.engine_demos import ends_with_ctrl_c, finds_known_prompts, running
 from tests.vllm.support import (
     CACHED_TOKENS,
     TEST_SECONDS,
@@ -82,8 +84,7 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
         assert server.metric("vllm:kv_offload_load_bytes") >= moved
         assert server.metric("vllm:kv_offload_store_bytes") >= moved
 
-        daemon.process.kill()
-        daemon.process.wait()
+        daemon.stop(signal.SIGKILL)
         daemon = start_daemon()  # the engine registers with it by itself
         wait_served(daemon, server)
         eventually(found_in_kvd)
@@ -92,3 +93,14 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
         (gone,) = ask_all(server, asked[:1])
         assert gone.cached_tokens == 0
         assert not far_apart(gone, alone[0])
+
+
+def test_the_demo_finds_known_prompts_also_after_a_restart() -> None:
+    """Cold nothing is found, warm and in a new engine every whole chunk, with the same answers."""
+    finds_known_prompts("demo-vllm", TEST_SECONDS - 60)
+
+
+def test_ctrl_c_ends_the_demo() -> None:
+    """An interrupt while the engine starts ends it, the daemon and the demo."""
+    with running("demo-vllm") as demo:
+        ends_with_ctrl_c(demo, "kvd_tools.forked_server")

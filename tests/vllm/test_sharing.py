@@ -59,10 +59,13 @@ def pair(models: Path, module_dir: Path, start_engine: StartEngine) -> Pair:
 def test_engines_of_one_model_share_chunks(
     pair: Pair, module_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """What one engine stored the other loads. What makes engines differ: test_identity."""
+    """What one engine stored the other loads: to the last bit what it has by itself."""
     asked = pair.known.prompts[:4]
     daemon = start_daemon(where=module_dir)
     wait_served(daemon, pair.first, pair.second)
+    for answer, reference in zip(ask_all(pair.first, asked), pair.known.cold, strict=False):
+        assert answer.cached_tokens == 0
+        assert numbers(answer) == numbers(reference)
     ask_found(pair.first, asked)
     wait_stored(daemon)
     stored = stored_chunks(daemon)
@@ -78,7 +81,7 @@ def test_engines_of_one_model_share_chunks(
 def test_windows_that_begin_inside_each_others_chunks_are_found(
     pair: Pair, module_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """A chunk stored from a window's edge on is a miss for who needs all of it, and then whole."""
+    """A chunk stored from a window's edge on is a miss where all of it is needed."""
     engine = pair.first
     (text,) = prompts(1, seed=3, tokens=MAX_MODEL_LEN)
     edges = [text[:length] for length in (232, 360, 488)]  # windows begin inside chunks

@@ -1,24 +1,26 @@
-"""What vLLM's logic is given: a manager and a worker, with a daemon, without, with odd memory."""
+"""What vLLM's logic is given: a manager and a worker, also where its engine sleeps."""
 
 import itertools
 import logging
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.device_allocator.sleep_mode_backend import (
+    CuMemBackend,
+    SleepModeBackend,
+    SleepModeBackendFactory,
+)
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LookupResult,
-    OffloadKey,
     ReqContext,
     TransferResult,
     make_offload_key,
@@ -29,24 +31,13 @@ from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
     KvdOffloadingWorker,
-    OptionsError,
 )
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
 from tests.fakecuda.harness import functions_named
-from tests.vllm.configs import (
-    BLOCKS,
-    PAGE,
-    WholeChunks,
-    allocated,
-    configured,
-    full,
-    latent,
-    whole,
-    window,
-)
+from tests.vllm.configs import BLOCKS, WholeChunks, allocated, configured, whole
 from tests.vllm.moving import pages
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -56,23 +47,20 @@ STORE, LOAD = 1, 2
 
 
 def make_spec(
-    folder: Path, runtime_dir: Path, *groups: KVCacheGroupSpec, layout: str = "LBHNC", **extra: Any
+    folder: Path, runtime_dir: Path, **extra: Any
 ) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor]]:
     """A spec as the connector makes it, and the KV cache that vLLM hands over, by layer."""
     settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
     settings |= extra
-    vllm_config, kv_cache_config, config = configured(
-        folder, *groups, extra=settings, layout=layout
-    )
+    vllm_config, kv_cache_config, config = configured(folder, extra=settings)
     spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
     return spec, allocated(vllm_config, kv_cache_config)
 
 
-def job(count: int, group: int, groups: int, first: int) -> GPULoadStoreSpec:
-    """Blocks of so many chunks of one group."""
-    sizes = [0] * groups
-    sizes[group] = count * FACTOR
-    return GPULoadStoreSpec(list(range(first, first + count * FACTOR)), sizes, [0] * groups)
+def job(chunks: int, first: int) -> GPULoadStoreSpec:
+    """Blocks of so many chunks, from this block on."""
+    count = chunks * FACTOR
+    return GPULoadStoreSpec(list(range(first, first + count)), [count], [0])
 
 
 def ended(worker: KvdOffloadingWorker, job_id: int) -> bool:
@@ -94,53 +82,6 @@ def reported(rank: KvdOffloadingWorker, count: int) -> list[TransferResult]:
 
     eventually(arrived, count.__eq__)
     return results
-
-
-def found(manager: KvdOffloadingManager, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-    """What each of the keys is."""
-    return [manager.lookup(key, REQUEST) for key in keys]
-
-
-@pytest.mark.parametrize(
-    ("groups", "layout"),
-    [
-        ([full(["a", "b"])], "LBHNC"),
-        ([full(["a", "b"]), window(["c", "d"])], "LBHNC"),
-        ([full(["a", "b", "c"]), window(["d"], block_size=32, head_size=16)], "LBHNC"),
-        ([full(["a", "b"], padded=PAGE + 2048)], "LBHNC"),
-        ([full(["a", "b"]), window(["c"])], "BLHNC"),
-        ([latent(["a", "b"])], "LBHNC"),
-    ],
-    ids=["plain", "aliased", "block-sizes", "padded", "packed", "latent"],
-)
-def test_every_byte_comes_back_whatever_the_layout(
-    tmp_path: Path, daemon: Daemon, groups: list[KVCacheGroupSpec], layout: str
-) -> None:
-    """What each group stored is loaded into other blocks, through manager, daemon and worker."""
-    spec, views = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
-    with ExitStack() as ends:
-        manager, worker = spec.get_manager(), spec.make_worker(views)
-        ends.callback(manager.shutdown)
-        ends.callback(worker.shutdown)
-        assert isinstance(manager, KvdOffloadingManager)
-        manager.ranges = WholeChunks(FACTOR)
-        assert manager.scheduler.wait_attached(PATIENCE)
-        for group, layers in enumerate(group.layer_names for group in groups):
-            keys = [make_offload_key(bytes([group, n] * 16), group) for n in range(2)]
-            output = manager.prepare_store(keys, REQUEST)
-            assert output.keys_to_store == keys
-            before = pages(views, layers, [*range(1, 1 + 2 * FACTOR)], BLOCKS)
-            worker.submit_store(STORE, job(2, group, len(groups), 1), output.store_spec)
-            assert ended(worker, STORE)
-            manager.complete_store(keys, REQUEST)
-            eventually(partial(found, manager, keys), {LookupResult.HIT}.issuperset)
-            source = manager.prepare_load(keys, REQUEST)
-            assert not source.missing
-            worker.submit_load(LOAD, source, job(2, group, len(groups), BLOCKS // 2))
-            assert ended(worker, LOAD)
-            manager.complete_load(keys, REQUEST)
-            after = pages(views, layers, [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
-            assert all(map(torch.equal, before, after))
 
 
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
@@ -192,8 +133,8 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
             assert len(lines) == (rank.worker is None)
             assert all(line.endswith("; the engine runs without offload") for line in lines)
             refused[name] += rank.worker is None
-            rank.submit_store(STORE, job(1, 0, 1, 1), slots)
-            rank.submit_load(LOAD, slots, job(1, 0, 1, 1))
+            rank.submit_store(STORE, job(1, 1), slots)
+            rank.submit_load(LOAD, slots, job(1, 1))
             rank.wait({STORE, LOAD})
             results = reported(rank, 2)
             assert {result.job_id for result in results} == {STORE, LOAD}
@@ -219,8 +160,190 @@ def test_an_absent_daemon_stops_an_engine_that_requires_it(
         spec.make_worker(views)
 
 
-def test_vllms_own_view_of_the_memory_is_not_taken(tmp_path: Path, runtime_dir: Path) -> None:
-    """It is of whole blocks and padded pages; kvd's connector hands over the layers' views."""
-    spec, _ = make_spec(tmp_path, runtime_dir)
-    with pytest.raises(OptionsError, match="works with kvd's connector only"):
-        spec.get_worker(CanonicalKVCaches([], []))
+# ------------------------------------------------------------------- sleep mode
+
+NAME = "noted"
+
+
+class NotedBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM has no types here
+    """A sleep mode that frees nothing; it notes what is asked of it, and whether kvd has let go."""
+
+    asked: ClassVar[list[tuple[object, ...]]] = []
+    worker: ClassVar[Worker | None] = None
+
+    def note(self, *what: object) -> None:
+        """See the class."""
+        assert self.worker is not None
+        self.asked.append((*what, self.worker.registered))
+
+    def suspend(self, level: int = 1) -> None:
+        """See vLLM."""
+        self.note("suspend", level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """See vLLM."""
+        self.note("resume", tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """See vLLM."""
+        self.note("discard", tags)
+
+
+@pytest.fixture(autouse=True)
+def backends() -> Iterator[None]:
+    """The factory knows the noted backend, and afterwards what it knew before."""
+    known = SleepModeBackendFactory._registry
+    before = dict(known)
+    SleepModeBackendFactory.register_backend(NAME, __name__, NotedBackend.__name__)
+    NotedBackend.asked.clear()
+    yield
+    known.clear()
+    known.update(before)
+
+
+def sleeping(spec: Any, name: str = NAME, *, sleep: bool = True, cumem: bool = True) -> Any:
+    """The configuration of the spec's engine, with this sleep mode."""
+    config = spec._vllm_config.model_config
+    config.enable_sleep_mode, config.enable_cumem_allocator = sleep, cumem
+    config.sleep_mode_backend = name
+    return config
+
+
+def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    """The memory is let go of before it is freed and registered when it is back, not before."""
+    spec, views = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    config = sleeping(spec)
+    manager, rank = spec.get_manager(), spec.make_worker(views)
+    assert isinstance(manager, KvdOffloadingManager)
+    assert rank.worker is not None
+    manager.ranges = WholeChunks(FACTOR)
+    NotedBackend.worker = rank.worker
+    backend = SleepModeBackendFactory.create_backend(config)
+    try:
+        assert manager.scheduler.wait_attached(PATIENCE)
+        keys = [make_offload_key(bytes([n] * 32), 0) for n in range(2)]
+        before = pages(views, [*views], [*range(1, 1 + 2 * FACTOR)], BLOCKS)
+        output = manager.prepare_store(keys, REQUEST)
+        rank.submit_store(STORE, job(2, 1), output.store_spec)
+        assert ended(rank, STORE)
+        manager.complete_store(keys, REQUEST)
+        for key in keys:
+            eventually(partial(manager.lookup, key, REQUEST), {LookupResult.HIT}.__contains__)
+
+        backend.suspend(2)
+        source = manager.prepare_load(keys, REQUEST)
+        rank.submit_load(LOAD, source, job(2, BLOCKS // 2))
+        assert not ended(rank, LOAD)
+        manager.complete_load(keys, REQUEST)
+        registered = []
+        for step in (
+            partial(backend.resume, ["weights"]),
+            partial(backend.resume, ["kv_cache"]),
+            partial(backend.discard, ("weights",)),
+            partial(backend.discard, ("kv_cache",)),
+            backend.resume,
+            rank.restore_memory,
+        ):
+            step()
+            registered.append(rank.worker.registered)
+        assert registered == [False, True, True, False, True, True]
+        assert NotedBackend.asked == [
+            ("suspend", 2, False),
+            ("resume", ["weights"], False),
+            ("resume", ["kv_cache"], False),
+            ("discard", ("weights",), True),
+            ("discard", ("kv_cache",), False),
+            ("resume", None, False),
+        ]
+
+        assert manager.scheduler.wait_attached(PATIENCE)
+        whole(views).zero_()
+        source = manager.prepare_load(keys, REQUEST)
+        assert not source.missing
+        rank.submit_load(LOAD, source, job(2, BLOCKS // 2))
+        assert ended(rank, LOAD)
+        after = pages(views, [*views], [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
+        assert all(map(torch.equal, before, after))
+    finally:
+        rank.shutdown()
+        manager.shutdown()
+    backend.suspend()
+    backend.resume()
+
+
+def late(_: object) -> bool:
+    """A daemon does not let go of memory in time."""
+    return False
+
+
+def refuse(_: object) -> NoReturn:
+    """Memory cannot be shared again."""
+    raise UnsupportedMemory("this is memory that the daemon cannot map")
+
+
+def break_down(_: object) -> NoReturn:
+    """An error that is not expected."""
+    raise RuntimeError("an error of the driver")
+
+
+@pytest.mark.parametrize(
+    ("unregister", "register", "said"),
+    [
+        (late, refuse, ["did not let go of the KV cache", "daemon cannot map; the engine runs"]),
+        (
+            *(break_down, break_down),
+            ["could not be told", "RuntimeError: an error of the driver; the engine runs"],
+        ),
+    ],
+)
+def test_what_goes_wrong_is_a_line_each_and_no_exception(
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unregister: Any,
+    register: Any,
+    said: list[str],
+) -> None:
+    """When memory is freed, when it comes back, and when there was none to register."""
+    spec, views = make_spec(tmp_path, runtime_dir)
+    config, rank = sleeping(spec), spec.make_worker(views)
+    assert rank.worker is not None
+    NotedBackend.worker = worker = rank.worker
+    backend = SleepModeBackendFactory.create_backend(config)
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "unregister", unregister)
+        backend.suspend()
+    worker.unregister()
+    monkeypatch.setattr(rank, "_register", register)
+    backend.resume()
+    rank.worker = None  # as where the first registration was refused
+    backend.suspend()
+    backend.resume()
+    lines = [line.getMessage() for line in caplog.records]
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("sleep", "cumem", "told"), [(True, True, True), (False, True, True), (False, False, False)]
+)
+def test_vllms_own_backend_is_told_where_memory_can_be_freed(
+    tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, told: bool
+) -> None:
+    """It is the same backend otherwise, under the same name, once for however many engines."""
+    spec, views = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec, "cumem", sleep=sleep, cumem=cumem)
+    kinds = []
+    for _ in range(2):
+        spec.make_worker(views).shutdown()
+        kinds.append(type(SleepModeBackendFactory.create_backend(config)))
+    assert kinds[0] is kinds[1]
+    assert (kinds[0] is CuMemBackend) is not told
+    assert issubclass(kinds[0], CuMemBackend)
+    assert kinds[0].preserves_communicators()
+    assert sys.modules[kinds[0].__module__] is sys.modules[CuMemBackend.__module__]

@@ -36,7 +36,6 @@ PROMPTS = 20
 CHUNKS = PROMPTS * CACHED_TOKENS // CHUNK_TOKENS
 POOL_CHUNKS, MOST_CHUNKS = CHUNKS // 4, CHUNKS * 3 // 4
 ASK_SECONDS = 240.0  # for what a quick machine shows when all prompts are asked once or twice
-CPU_ONLY = {"kv_load_tiers": [{"medium": "CPU"}]}
 SOURCES = "vllm:prompt_tokens_cached_by_source"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -147,34 +146,13 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     tiered.wait_loads("disk")
     tiered.wait_loads("disk", tiered.other)
     assert tiered.tier()["counters"]["gets"]["ok"]
-    tiered.daemon.process.send_signal(signal.SIGTERM)
-    tiered.daemon.process.wait()
+    tiered.daemon.stop()
     again = start(setting)
     eventually(again.tier, lambda tier: tier["chunks"] >= MOST_CHUNKS)
     again.wait_loads("disk")
 
 
-def test_a_request_loads_from_the_tiers_that_it_names(start: Start, tmp_path: Path) -> None:
-    """`kv_load_tiers` without the disk: nothing is brought up for it."""
-    tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all")
-    tiered.fill()
-    before = tiered.engine.metric(TIER_WAITS), tiered.engine.metric(SOURCES, source="disk")
-    gets: list[dict[str, int]] = [tiered.tier()["counters"]["gets"]]
-
-    def brings_up_nothing() -> bool:
-        gets.append(tiered.tier()["counters"]["gets"])
-        return gets[-1] == gets[-2]
-
-    # What was sought before may still be on its way up.
-    tiered.ask(kv_transfer_params=CPU_ONLY)
-    tiered.ask_until(brings_up_nothing, kv_transfer_params=CPU_ONLY)
-    assert (
-        tiered.engine.metric(TIER_WAITS),
-        tiered.engine.metric(SOURCES, source="disk"),
-    ) == before
-    tiered.wait_loads("disk")
-
-
+@pytest.mark.nightly
 def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: Path) -> None:
     """It is set aside, and used again when it goes on; all the while answers come."""
     hang = tmp_path / "hang"
@@ -195,6 +173,7 @@ def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: P
     tiered.ask_until(lambda: tiered.engine.metric(TIER_WAITS) > waits)
 
 
+@pytest.mark.nightly
 def test_a_disk_tier_that_is_killed_is_there_again(start: Start, tmp_path: Path) -> None:
     """While requests wait for it: they are computed, and what it has kept comes back."""
     tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -14,7 +15,12 @@ from vllm.v1.request import Request
 
 from kvd_client import NO_TIER, TIER_UNKNOWN, LookupResult, TierHealth, TierInfo
 from kvd_client.vllm import metrics
-from kvd_client.vllm.promotions import PROBE_CHUNKS, PROBE_SECONDS
+from kvd_client.vllm.promotions import (
+    PROBE_CHUNKS,
+    PROBE_SECONDS,
+    SAMPLES,
+    PrefillSpeed,
+)
 from tests.vllm.configs import BLOCK, window
 from tests.vllm.stepping import Lender, Stepping
 
@@ -83,12 +89,11 @@ class Engine:
         monkeypatch: pytest.MonkeyPatch,
         session: Tiered,
         *windows: KVCacheGroupSpec,
-        computing: float | None = COMPUTING,
     ) -> None:
         self.session = session
         self._stepping = Stepping(folder, monkeypatch, session, *windows)
         self.manager, self._half = self._stepping.manager, self._stepping.half
-        self.computing = computing
+        self.computing: float | None = COMPUTING
 
         def seconds(tokens: int) -> float | None:
             return None if self.computing is None else tokens * self.computing
@@ -112,7 +117,7 @@ class Engine:
             list(range(start, start + blocks * BLOCK)),
             SamplingParams(max_tokens=9, extra_args=extra),
             None,
-            block_hasher=self._stepping._hasher,
+            block_hasher=self._stepping.hasher,
         )
         self.requests[name] = request
         self._half.on_new_request(request)
@@ -150,10 +155,24 @@ MakeEngine = Callable[..., Engine]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Makes an engine on a session."""
 
-    def made(session: Tiered, *windows: KVCacheGroupSpec, **more: Any) -> Engine:
-        return Engine(tmp_path, monkeypatch, session, *windows, **more)
+    def made(session: Tiered, *windows: KVCacheGroupSpec) -> Engine:
+        return Engine(tmp_path, monkeypatch, session, *windows)
 
     return made
+
+
+@pytest.fixture
+def engine(make: MakeEngine) -> Engine:
+    """An engine of a daemon with a disk."""
+    return make(Tiered(DISK))
+
+
+@pytest.fixture
+def keys(engine: Engine) -> list[bytes]:
+    """Of a request "r" that has come, all six chunks of which are on the disk."""
+    keys = engine.add("r", 6)
+    engine.session.held = dict.fromkeys(keys, 0)
+    return keys
 
 
 def hits(blocks: int) -> tuple[int, bool]:
@@ -161,11 +180,8 @@ def hits(blocks: int) -> tuple[int, bool]:
     return blocks * BLOCK, blocks > 0
 
 
-def test_all_chunks_of_a_prompt_are_sought_in_one_step(make: MakeEngine) -> None:
+def test_all_chunks_of_a_prompt_are_sought_in_one_step(engine: Engine, keys: list[bytes]) -> None:
     """A prompt's head first; the request waits until they are there, and loads them."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
     assert engine.ask("r") == WAITS
     assert engine.session.sought == [keys]
     engine.session.pending = set(keys)
@@ -181,44 +197,19 @@ def test_all_chunks_of_a_prompt_are_sought_in_one_step(make: MakeEngine) -> None
     assert engine.counts() == {metrics.TIER_WAITS: 1}
 
 
-def test_a_prompt_in_memory_waits_for_nothing(make: MakeEngine) -> None:
-    """Whether a tier has it as well or not; where it ends in memory, it ends."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys[:4], 0)
-    engine.session.present = set(keys[:4])
-    assert engine.ask("r") == hits(4)
-    assert engine.session.sought == []
-    assert engine.source("r", keys[0]) is CacheHitSource.HOST
-    assert engine.counts() == {}
-
-
-def test_chunks_behind_a_miss_are_not_sought(make: MakeEngine) -> None:
-    """They are of no use without those before them."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys([*keys[:2], *keys[3:]], 0)
-    assert engine.ask("r") == WAITS
-    assert engine.session.sought == [keys[:2]]
-
-
 @pytest.mark.parametrize(("latency", "waits"), [(0.030, True), (0.032, False), (0.050, False)])
 def test_only_what_would_be_computed_otherwise_counts(
-    make: MakeEngine, latency: float, waits: bool
+    engine: Engine, keys: list[bytes], latency: float, waits: bool
 ) -> None:
     """Two of six chunks are not in memory: they cost 32 ms to compute."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
     engine.session.present = set(keys[:4])
-    engine.session.held = dict.fromkeys(keys, 0)
     engine.session.status = [TierHealth(True, round(latency * 1e6), 10**9, 0)]
     for _ in range(2):
         assert engine.ask("r") == (WAITS if waits else hits(4))
 
 
-def test_a_tier_that_is_too_slow_is_tried_now_and_then(make: MakeEngine) -> None:
-    """Some chunks come up that nobody waits for, so that its figures are renewed."""
-    engine = make(Tiered(DISK))
+def test_a_tier_that_is_too_slow_is_tried_now_and_then(engine: Engine) -> None:
+    """Some chunks come up for which no request waits, so that its figures are renewed."""
     engine.session.status = [TierHealth(True, 10**9, 10**9, 0)]
     names = "first", "second", "third"
     keys = [engine.add(name, 40) for name in names]
@@ -229,25 +220,19 @@ def test_a_tier_that_is_too_slow_is_tried_now_and_then(make: MakeEngine) -> None
     assert engine.session.sought == [keys[0][:PROBE_CHUNKS], keys[2][:PROBE_CHUNKS]]
 
 
-def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(make: MakeEngine) -> None:
+def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(engine: Engine) -> None:
     """Two requests that ask in one step: the second one sees what the first one has sought."""
-    engine = make(Tiered(DISK))
-    first, second = engine.add("first", 6), engine.add("second", 6)
-    engine.session.held = dict.fromkeys([*first, *second], 0)
+    names = "first", "second", "third"
+    engine.session.held = {key: 0 for name in names for key in engine.add(name, 6)}
     engine.session.status = [TierHealth(True, 0, 100 * CHUNK, 2 * CHUNK)]  # 10 ms a chunk
     assert engine.ask("first") == WAITS  # 20 + 60 ms, computing takes 96
     assert engine.ask("second") == hits(0)  # 60 ms more
-    third = engine.add("third", 6)
-    engine.session.held |= dict.fromkeys(third, 0)
     engine.manager.end_step()  # from now on the tier says itself what waits
     assert engine.ask("third") == WAITS
 
 
-def test_the_wait_ends_when_computing_would_have_ended(make: MakeEngine) -> None:
+def test_the_wait_ends_when_computing_would_have_ended(engine: Engine, keys: list[bytes]) -> None:
     """Then what has come is loaded and the rest is computed; the request waits only once."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
     assert engine.ask("r") == WAITS
     engine.session.pending = set(keys[2:])
     engine.session.present = set(keys[:2])
@@ -261,12 +246,11 @@ def test_the_wait_ends_when_computing_would_have_ended(make: MakeEngine) -> None
     assert engine.counts() == {metrics.TIER_WAITS: 1, metrics.TIER_WAITS_OVER: 1}
 
 
+@pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("computing", [None, 1.0])
-def test_no_wait_is_longer_than_pending_timeout(make: MakeEngine, computing: float | None) -> None:
+def test_no_wait_is_longer_than_pending_timeout(engine: Engine, computing: float | None) -> None:
     """Where nothing was measured yet, or computing takes longer."""
-    engine = make(Tiered(DISK), computing=computing)
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
+    engine.computing = computing
     assert engine.ask("r") == WAITS
     engine.now += PENDING_TIMEOUT - 0.001
     assert engine.ask("r") == WAITS
@@ -274,18 +258,16 @@ def test_no_wait_is_longer_than_pending_timeout(make: MakeEngine, computing: flo
     assert engine.ask("r") == hits(0)
 
 
-def test_a_tier_that_is_set_aside_is_a_miss_at_once(make: MakeEngine) -> None:
+@pytest.mark.usefixtures("keys")
+def test_a_tier_that_is_set_aside_is_a_miss_at_once(engine: Engine) -> None:
     """The daemon gives its promotions up, and says that it is not usable."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
     assert engine.ask("r") == WAITS
     engine.session.status = [TierHealth(False, 0, 0, 0)]
     assert engine.ask("r") == hits(0)
 
 
-def test_what_nobody_knows_is_asked_for_a_short_time(make: MakeEngine) -> None:
-    """A shared tier that does not answer costs a request no more than `seek_timeout`."""
+def test_a_shared_tier_that_does_not_answer_is_asked_for_a_short_time(make: MakeEngine) -> None:
+    """It costs a request no more than `seek_timeout`."""
     engine = make(Tiered(SHARED))
     keys = engine.add("r", 6)
     assert engine.ask("r") == WAITS
@@ -296,7 +278,8 @@ def test_what_nobody_knows_is_asked_for_a_short_time(make: MakeEngine) -> None:
     assert engine.ask("r") == hits(0)
 
 
-def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine) -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine, comes: bool) -> None:
     """As long as it is worth for what is there, not for what was asked for."""
     engine = make(Tiered(DISK, SHARED))
     keys = engine.add("r", 6)
@@ -306,30 +289,13 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine) -> None:
     assert engine.ask("r") == WAITS
     engine.now += 0.063  # computing the four takes 64 ms
     assert engine.ask("r") == WAITS
-    engine.session.pending, engine.session.present = set(), set(keys[:4])
-    assert engine.ask("r") == hits(4)
-    assert engine.source("r", keys[0]) is CacheHitSource.EXTERNAL_UNSPECIFIED
-
-    keys = engine.add("other", 6)
-    assert engine.ask("other") == WAITS
-    engine.session.pending = set(keys[:4])
-    engine.session.held |= dict.fromkeys(keys[4:], NO_TIER)
-    assert engine.ask("other") == WAITS
-    engine.now += 0.065
-    assert engine.ask("other") == hits(0)
-
-
-def test_what_a_shared_tier_has_not_is_a_miss_at_once(make: MakeEngine) -> None:
-    """Also where asking it would not have been worth it in the first place."""
-    engine = make(Tiered(SHARED))
-    keys = engine.add("r", 6)
-    assert engine.ask("r") == WAITS
-    engine.session.held = dict.fromkeys(keys, NO_TIER)
-    assert engine.ask("r") == hits(0)
-    engine.add("far", 6)
-    engine.session.status = [TierHealth(True, 100_000, 10**9, 0)]
-    assert engine.ask("far") == hits(0)
-    assert len(engine.session.sought) == 1
+    if comes:
+        engine.session.pending, engine.session.present = set(), set(keys[:4])
+        assert engine.ask("r") == hits(4)
+        assert engine.source("r", keys[0]) is CacheHitSource.EXTERNAL_UNSPECIFIED
+    else:
+        engine.now += 0.002
+        assert engine.ask("r") == hits(0)
 
 
 @pytest.mark.parametrize(
@@ -355,31 +321,6 @@ def test_a_request_loads_from_the_tiers_that_it_names(
         assert engine.ask(name) == (WAITS if name in waits else hits(2))
 
 
-def test_what_comes_for_another_request_is_waited_for(make: MakeEngine) -> None:
-    """Its promotion is under way already; one that may not load from there computes."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.session.pending = set(keys)
-    assert engine.ask("r") == WAITS
-    engine.now += 0.097
-    assert engine.ask("r") == hits(0)
-    keys = engine.add("memory only", 6, [])
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.session.pending = set(keys)
-    assert engine.ask("memory only") == hits(0)
-
-
-def test_a_chunk_that_an_engine_is_storing_is_pending_as_ever(make: MakeEngine) -> None:
-    """Nothing is sought for it, and its own limit holds."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.pending = set(keys)
-    assert engine.ask("r") == WAITS
-    assert engine.session.sought == []
-    assert engine.counts() == {}
-
-
 def test_of_a_window_only_the_chunks_are_sought_that_a_load_needs(make: MakeEngine) -> None:
     """The last 64 tokens of it, and all chunks of the group that sees everything."""
     engine = make(Tiered(DISK), window(["w"]))
@@ -395,34 +336,81 @@ def test_of_a_window_only_the_chunks_are_sought_that_a_load_needs(make: MakeEngi
     assert engine.ask("r") == (12 * BLOCK - 1, True)
 
 
-def test_what_a_window_lacks_makes_the_rest_useless(make: MakeEngine) -> None:
-    """No chunk of the window's group is anywhere: nothing can be loaded, nothing is sought."""
-    engine = make(Tiered(DISK), window(["w"]))
-    keys = engine.add("r", 12)
-    engine.session.held = dict.fromkeys(keys[:12], 0)
-    assert engine.ask("r") == hits(0)
-    assert engine.session.sought == []
+# ------------------------------------------------------------ how fast an engine computes
 
 
-def test_a_request_whose_load_failed_waits_for_no_tier(make: MakeEngine) -> None:
-    """It is computed."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.manager.stop_loading("r")
-    assert engine.ask("r") == hits(0)
-    assert engine.session.sought == []
+class Steps:
+    """Steps at times that the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        fake_time = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("kvd_client.vllm.promotions.time", fake_time)
+        self.speed = PrefillSpeed()
+
+    def schedule(self, prompt: int, decoded: int = 0, more: int = 0) -> None:
+        """Schedule tokens of a new prompt, of requests that have answers, of an earlier prompt."""
+        scheduled = {f"d{i}": 1 for i in range(decoded)} | ({"more": more} if more else {})
+        cached = CachedRequestData.make_empty()
+        cached.req_ids = [*scheduled]
+        cached.num_output_tokens = [1] * decoded + [0] * bool(more)
+        new: Any = [SimpleNamespace(req_id="new")] if prompt else []
+        scheduled |= {"new": prompt} if prompt else {}
+        self.speed.step_scheduled(
+            SchedulerOutput(
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=scheduled,
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                scheduled_spec_decode_tokens={},
+                scheduled_encoder_inputs={},
+                num_common_prefix_blocks=[],
+                finished_req_ids=set(),
+                free_encoder_mm_hashes=[],
+            )
+        )
+
+    def end(self, seconds: float) -> None:
+        """The oldest step ends, so much later than what was before."""
+        self.now += seconds
+        self.speed.step_ended()
 
 
-def test_a_request_that_was_preempted_may_wait_again(make: MakeEngine) -> None:
-    """It was admitted in between; one that has finished is forgotten."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    assert engine.ask("r") == WAITS
-    engine.now += 0.097
-    assert engine.ask("r") == hits(0)
-    engine.admit("r")
-    assert engine.ask("r") == WAITS
-    engine.manager.on_request_finished(engine._half._req_status["r"].req_context)
-    assert not engine.manager.tier_waits._waits
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Of an engine that has not computed yet."""
+    return Steps(monkeypatch)
+
+
+def test_prompts_are_measured_without_answers_and_idle_time(steps: Steps) -> None:
+    """Nothing is known before one was computed; one may be computed in several steps."""
+    steps.schedule(0, decoded=3)
+    steps.end(1.0)
+    assert steps.speed.seconds(1000) is None
+    for _ in range(3):
+        steps.now += 60.0
+        steps.schedule(1000, decoded=2, more=24)
+        steps.end(0.5)
+    assert steps.speed.seconds(2048) == 1.0
+
+
+def test_one_slow_step_changes_nothing(steps: Steps) -> None:
+    """The median of the latest ones counts, so that it follows a lasting change."""
+    for seconds in (0.5, 0.5, 9.0, 0.5):
+        steps.schedule(1024)
+        steps.end(seconds)
+    assert steps.speed.seconds(1024) == 0.5
+    for _ in range(SAMPLES // 2 + 1):
+        steps.schedule(1024)
+        steps.end(0.25)
+    assert steps.speed.seconds(1024) == 0.25
+
+
+def test_small_and_large_steps_are_kept_apart(steps: Steps) -> None:
+    """A step has a fixed cost; a prompt goes by the largest steps that are no larger than it."""
+    for tokens, seconds in ((16, 0.016), (1024, 0.128)):
+        steps.schedule(tokens)
+        steps.end(seconds)
+    for tokens, seconds in ((17, 0.017), (600, 0.6), (4096, 0.512), (8, 0.008)):
+        assert steps.speed.seconds(tokens) == pytest.approx(seconds)
+    assert steps.speed.seconds_per_token == pytest.approx(125e-6)

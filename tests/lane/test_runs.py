@@ -1,12 +1,13 @@
-"""A job's runs as addresses, and what the driver is taken to need for one."""
+"""A job's runs: the addresses that a device is given, and how many of them at a time."""
+
+import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.lane.cuda.copies import PoolSide, prepare
-from kvd.lane.cuda.streams import INLINE_NS, RUN_NS, updated_run_ns
+from kvd.lane.device import PreparedRuns
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
 from kvd_proto.jobs import JobBlocks
@@ -68,13 +69,29 @@ def test_addresses_are_the_same_however_runs_are_given(
     np.testing.assert_array_equal(made[0].ends, made[0].columns.table[2].cumsum())
 
 
-def test_what_the_driver_takes_for_a_run_is_learnt_from_many_runs() -> None:
-    """A shorter time at once, a longer one by a half a step; few runs tell nothing."""
-    assert updated_run_ns(RUN_NS, 500, 5_000) == 10
-    assert updated_run_ns(RUN_NS, 500, 5_000_000) == pytest.approx(825)
-    assert updated_run_ns(RUN_NS, 8, 100) == RUN_NS
-    slow = RUN_NS
-    for _ in range(100):
-        slow = updated_run_ns(slow, 500, 500 * 2_000)
-    assert slow == 2_000
-    assert 64 * RUN_NS < INLINE_NS < 128 * RUN_NS
+def pieces_of(moves: PreparedRuns, most: int) -> list[tuple[int, int]]:
+    """End and bytes of every piece."""
+    pieces, begin = [], 0
+    while begin < len(moves):
+        pieces.append(moves.next_piece(begin, most))
+        begin = pieces[-1][0]
+    return pieces
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    most=st.integers(1, 2000),
+    few=st.booleans(),
+)
+def test_no_job_has_more_pieces_than_its_bytes_need(
+    lengths: list[int], most: int, few: bool
+) -> None:
+    """Every run is in one piece, in order; none is above what is wanted by a whole run."""
+    ends = list(itertools.accumulate(lengths))
+    pieces = pieces_of(PreparedRuns(ends if few else np.array(ends)), most)
+    assert len(pieces) <= -(-sum(lengths) // most)
+    begins = [0, *(end for end, _ in pieces)]
+    assert begins[-1] == len(lengths)
+    for (begin, end), (_, nbytes) in zip(itertools.pairwise(begins), pieces, strict=True):
+        assert nbytes == sum(lengths[begin:end])
+        assert nbytes < most + lengths[end - 1]

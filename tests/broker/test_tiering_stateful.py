@@ -1,0 +1,177 @@
+"""Tiering under any order of events: nothing wrong is found, and no slot is used too early."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvd.broker.tiers.breaker import BreakerState
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Get
+from kvd_proto.directory import LookupResult, SlotState
+from kvd_proto.messages import Reset
+from tests.broker.fake_tier import FakeTier, TierBench
+from tests.exploring import explored
+
+KEYS = [b"key %d" % number for number in range(10)]
+SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
+WHICH = st.integers(0, 1)
+
+
+class TieringMachine(RuleBasedStateMachine):
+    """One engine above two tiers, whose processes hang, fail, lose chunks, die and come back.
+
+    Attributes:
+        stored: keys stored since the last reset; nothing else may be found.
+        lost: what a tier has lost and the broker may still believe to be there.
+    """
+
+    tiers: tuple[str, ...] = ("disk:/a,late=0.5", "memory:,keep=all,queue=16KiB,late=0.5")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = TierBench(*self.tiers, chunks=16)
+        self.stored: set[bytes] = set()
+        self.lost: set[tuple[int, bytes]] = set()
+
+    def held(self, fake: FakeTier) -> set[bytes]:
+        """What a tier keeps of the namespace as it is now."""
+        name = self.bench.namespace.id
+        return {key for of, salt, key in fake.kept if (of, salt) == (name, fake.salts.get(name))}
+
+    @rule(keys=SOME, load=st.booleans())
+    def store(self, keys: list[bytes], load: bool) -> None:
+        """An engine stores chunks, and loads them perhaps."""
+        new = [key for key in keys if self.bench.lookup(key) == [LookupResult.MISS]]
+        refs = self.bench.store(*new)
+        self.stored |= set(new[: len(refs)])
+        if load:
+            self.bench.load(refs)
+
+    @rule(keys=SOME, evict=st.sampled_from([True, True, False]))
+    def seek(self, keys: list[bytes], evict: bool) -> None:
+        """An engine seeks chunks, most of the time after memory has lost them."""
+        if evict:
+            self.bench.evict()
+        self.bench.seek(*keys)
+
+    @rule(turns=st.sampled_from([1, 2, 10]))
+    def work(self, turns: int) -> None:
+        """Tiers answer, and those that were told to end are replaced."""
+        for _ in range(turns):
+            self.pass_time(0.2)
+            for fake in self.bench.fakes:
+                fake.answer()
+            for index in self.bench.killed:
+                self.bench.fakes[index].end()
+                self.bench.fakes[index].start()
+            self.bench.killed.clear()
+
+    @rule(turns=st.sampled_from([1, 4, 60]))
+    def nobody_answers(self, turns: int) -> None:
+        """Time passes, and no tier says anything."""
+        for _ in range(turns):
+            self.pass_time(0.2)
+
+    def pass_time(self, seconds: float) -> None:
+        """The broker looks around once, some time later."""
+        TierBench.now += seconds
+        self.bench.turn()
+
+    @rule(which=WHICH, hangs=st.booleans())
+    def hang(self, which: int, hangs: bool) -> None:
+        """A medium stands still, or goes on."""
+        self.bench.fakes[which].hangs = hangs
+
+    @rule(which=WHICH, outcome=st.sampled_from([None, Outcome.FAILED, Outcome.LATE]))
+    def spoil(self, which: int, outcome: Outcome | None) -> None:
+        """A medium fails from now on, or works again."""
+        self.bench.fakes[which].spoils = outcome
+
+    @rule(which=WHICH, keys=SOME)
+    def lose(self, which: int, keys: list[bytes]) -> None:
+        """A medium loses chunks and does not know it."""
+        fake = self.bench.fakes[which]
+        for place in [place for place in fake.kept if place[2] in keys]:
+            del fake.kept[place]
+            self.lost.add((which, place[2]))
+
+    @rule(which=WHICH)
+    def die(self, which: int) -> None:
+        """A tier's process is killed, and another one starts."""
+        fake = self.bench.fakes[which]
+        fake.end()
+        self.agrees()
+        if not fake.tier.info.shared:
+            assert self.bench.namespace.directory.tiers.is_releasing(which)
+        fake.start()
+
+    @rule(late=st.booleans())
+    def reset(self, late: bool) -> None:
+        """The engine drops all chunks of its namespace; answers of before may come later."""
+        bench = self.bench
+        answers = [(fake, order) for fake in bench.fakes for order in fake.waiting if late]
+        messages = [(fake, fake.done(order)) for fake, order in answers]
+        for fake, order in answers:
+            fake.waiting.remove(order)
+        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+        self.stored.clear()
+        for fake, message in messages:
+            fake.say(message)
+
+    @invariant()
+    def agrees(self) -> None:
+        """Only what was stored since the reset is found, and tiers write into no slot of others."""
+        self.bench.check()
+        directory = self.bench.namespace.directory
+        for key in KEYS:
+            below = self.bench.below(key) or 0
+            assert key in self.stored or (self.bench.lookup(key), below) == ([LookupResult.MISS], 0)
+            for fake in self.bench.fakes:
+                known = (fake.index, key) in self.lost or key in self.held(fake)
+                assert known or not below & 1 << fake.index
+        for fake in self.bench.fakes:
+            for order in fake.waiting:
+                if isinstance(order, Get):
+                    for slot, generation in zip(
+                        order.slots.tolist(), order.generations.tolist(), strict=True
+                    ):
+                        assert directory.generation(slot) == generation
+                        assert directory.state(slot) in {SlotState.WRITING, SlotState.DRAINING}
+
+    def teardown(self) -> None:
+        """Once all media work, nothing is left over and all that tiers keep comes up."""
+        for fake in self.bench.fakes:
+            fake.hangs, fake.spoils = False, None
+        self.work(60)
+        self.bench.evict()
+        kept = [key for key in KEYS if any(key in self.held(fake) for fake in self.bench.fakes)]
+        for _ in range(2):  # the first may find what a tier has lost
+            self.bench.seek(*kept)
+            self.work(5)
+        assert self.bench.lookup(*kept) == [LookupResult.HIT] * len(kept)
+        stats = self.bench.table().slots.stats()
+        assert (stats["writing"], stats["draining"]) == (0, 0)
+        for fake in self.bench.fakes:
+            assert fake.tier.put_bytes == fake.tier.get_bytes == 0
+            assert fake.tier.breaker.state is BreakerState.CLOSED
+        self.agrees()
+
+
+class SharedTieringMachine(TieringMachine):
+    """The same with a tier that others share, which has to be asked."""
+
+    tiers = ("disk:/a,keep=all,late=0.5", "mooncake:master=a:1,late=0.5")
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("machine", [TieringMachine, SharedTieringMachine])
+def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
+    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
+    monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
+    run_state_machine_as_test(machine, settings=explored(40, 30))
