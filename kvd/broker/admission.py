@@ -15,7 +15,7 @@ from kvd_proto.text import format_size, unprintable
 
 CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64
-KEPT_PART = 10  # a kept pool is used if its size differs by at most one part in so many
+REUSE_PART = 10  # the previous pool is used if its size differs by one part in so many at most
 FAILED_SECONDS = 10.0  # clients retry every 2 s: do not start a process for each try
 
 
@@ -139,7 +139,7 @@ def auto_size(
     settings: Settings,
     layouts: Sequence[RankLayout],
     available: int,
-    kept_bytes: int | None,
+    previous_bytes: int | None,
     lanes: int = 0,
 ) -> tuple[int, str]:
     """Return the size of a pool with ``cpu_bytes = auto``, in bytes, and the explanation.
@@ -151,7 +151,7 @@ def auto_size(
         settings: of the daemon.
         layouts: of the ranks.
         available: bytes of the largest pool that fits, beside the memory that pinning it takes.
-        kept_bytes: size of the pool that the previous daemon left, if it can be used.
+        previous_bytes: size of the pool that the previous daemon left, if it can be used.
         lanes: how many times the pool is pinned, see `pinning_lanes`.
 
     Raises:
@@ -164,10 +164,12 @@ def auto_size(
         reserve=settings.reserve_bytes,
         lanes=lanes,
     )
-    difference = abs(kept_bytes - cpu_bytes) if kept_bytes else 0
-    if kept_bytes and 0 < difference * KEPT_PART <= cpu_bytes:
-        cpu_bytes = kept_bytes
-        explanation += f"; the kept pool of {format_size(kept_bytes)} is about as large and is used"
+    difference = abs(previous_bytes - cpu_bytes) if previous_bytes else 0
+    if previous_bytes and 0 < difference * REUSE_PART <= cpu_bytes:
+        cpu_bytes = previous_bytes
+        explanation += (
+            f"; the kept pool of {format_size(previous_bytes)} is about as large and is used"
+        )
     try:
         size_pool(layouts, cpu_bytes)
     except LayoutError as error:

@@ -61,12 +61,15 @@ class SlotLists:
         return sum(self._sizes)
 
     def append_all(self, slots: Iterable[int], into: Iterable[int], stamp: int) -> None:
-        """Append slots that are in no list, or IntegrityError, to the hot ends of lists.
+        """Append slots to the hot ends of lists.
 
         Args:
             slots: the hottest last.
             into: the list of each; may be longer.
             stamp: of the first slot, above all stamps so far; the others' count up from it.
+
+        Raises:
+            IntegrityError: a slot is in a list already.
         """
         next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
         stamps, sizes = self._stamps, self._sizes
@@ -85,9 +88,12 @@ class SlotLists:
             stamp += 1
 
     def move_all(self, slots: Iterable[int], into: Sequence[int], stamp: int) -> None:
-        """Move each slot from its list i, or IntegrityError, to the hot end of list into[i].
+        """Move each slot from its list i to the hot end of list into[i].
 
         The hottest slot comes last. Stamps count up from `stamp`, above all stamps so far.
+
+        Raises:
+            IntegrityError: a slot is in no list.
         """
         next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
         stamps, sizes = self._stamps, self._sizes

@@ -125,7 +125,7 @@ def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
             raise ConfigError(
                 f"{model}: {unknown or 'nothing'} is neither floor nor cap; needs {QUOTA_NEEDS}"
             )
-        nbytes = {key: _bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
+        nbytes = {key: _quota_bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
         quotas[model] = Quota(nbytes.get("floor", 0), nbytes.get("cap"))
     return quotas
 
@@ -146,7 +146,8 @@ def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterato
         )
 
 
-def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
+def _quota_bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
+    """Return a floor or cap in bytes; `amount`: a size, or a percentage of the pool."""
     text, hint = str(amount).strip(), ""
     try:
         if not text.endswith("%"):
