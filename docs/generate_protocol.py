@@ -429,7 +429,7 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
 
 def _set_times(writer: DirectoryWriter) -> None:
     """The n-th change came n ms after the host's clock began, so that every run shows the same."""
-    words = memoryview(writer._whole).cast("Q")  # noqa: SLF001  # its bytes are shown
+    words = memoryview(writer._memory).cast("Q")  # noqa: SLF001  # its bytes are shown
     for number in range(1, writer.changes.head + 1):
         at = writer.header.changes_offset + (number - 1) * CHANGE_BYTES
         words[at // 8 + 1] = number * 1_000_000
@@ -443,7 +443,7 @@ def _begin(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> None
 
 def _lookup(writer: DirectoryWriter, key: bytes) -> str:
     """A row of the table: the walk that finds a key, or not."""
-    head, whole = writer.header, memoryview(writer._whole)  # noqa: SLF001  # its bytes are shown
+    head, whole = writer.header, memoryview(writer._memory)  # noqa: SLF001  # its bytes are shown
     hash32, home = crc32(key), crc32(key) % head.index_capacity
     walk = []
     at = home
@@ -471,7 +471,7 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
 
 def _below(writer: DirectoryWriter, key: bytes) -> str:
     """A row of the table: the walk through the tier table that finds a key, or not."""
-    head, whole = writer.header, memoryview(writer._whole)  # noqa: SLF001  # its bytes are shown
+    head, whole = writer.header, memoryview(writer._memory)  # noqa: SLF001  # its bytes are shown
     hash32, home = crc32(key), crc32(key) % head.tier_capacity
     place, walk = home, []
     while word := int.from_bytes(whole[head.tiers_offset + ENTRY_BYTES * place :][:8], "little"):
@@ -491,7 +491,7 @@ def _below(writer: DirectoryWriter, key: bytes) -> str:
 
 def _directory() -> list[str]:
     writer, keys = _example_directory()
-    head, whole = writer.header, bytes(writer._whole)  # noqa: SLF001  # its bytes are shown
+    head, whole = writer.header, bytes(writer._memory)  # noqa: SLF001  # its bytes are shown
     rows = [(at, whole[at : at + 16]) for at in range(0, len(whole), 16)]
     dump = [f"{at:6}  {row.hex(' ', 4)}" for at, row in rows if any(row)]
     intro = (
