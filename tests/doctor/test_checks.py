@@ -42,7 +42,7 @@ HEALTHY = {
     "swap_used": 0,
     "cgroup": None,
     "pool": POOL,
-    "existing_bytes": 0,
+    "leftover_bytes": 0,
     "pinned": True,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
@@ -96,7 +96,7 @@ def shm(**changes: Any) -> dict[str, Any]:
 
 
 HUGE: dict[str, Any] = {"kind": "hugetlbfs", "page_bytes": 2**21}
-KEPT = {"existing_bytes": 64 * GIB + 2**21}
+KEPT = {"leftover_bytes": 64 * GIB + 2**21}
 """What a stopped daemon's pool of 64 GiB takes."""
 
 
