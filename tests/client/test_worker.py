@@ -413,7 +413,9 @@ def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None
 def test_other_memory_is_registered_after_the_first_was_taken_back(
     daemon: FakeDaemon, worker: Worker, memory: HostMemory
 ) -> None:
-    """Nobody holds the first any more, jobs fail meanwhile, and the session is the same."""
+    """The first memory is closed, jobs fail meanwhile, and the session is the same."""
+    assert worker.submit(Store, 9, JOB)  # the lane has joined the first connection then
+    assert results(worker)[0].success
     before = worker.timeline.reserve()
     worker.timeline.signal(before)
     held = len(open_on(memory.fd))
