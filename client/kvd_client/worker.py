@@ -429,6 +429,7 @@ class Worker(ClientSession):
         if not isinstance(self._request(Unregister(), REGISTER_SECONDS), Ok):
             self._give_up(connection, "the daemon did not release the memory")
             return False
+        self._jobs.set_lane(None)  # no job, and no Join, goes to the lane that had the memory
         with self._changed:
             self._registration.on_released()
             self._changed.notify_all()

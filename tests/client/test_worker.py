@@ -430,6 +430,7 @@ def test_other_memory_is_registered_after_the_first_was_taken_back(
     assert worker.register([other], LAYOUT, FINGERPRINT)
     _, storage = daemon.worker_fds()
     assert os.fstat(storage).st_ino == os.fstat(other.fd).st_ino
+    eventually(lambda: worker.registered)  # a lane serves it
     assert worker.submit(Store, 2, JOB, after=before)
     assert results(worker)[0].success
     kinds = [type(m) for m in daemon.received if isinstance(m, (Hello, Register, Unregister))]
