@@ -55,6 +55,19 @@ def load(linker: KvdLinker) -> bool:
     )
 
 
+def test_a_load_ends_its_lease(daemon: Daemon, start_linker: StartLinker) -> None:
+    """The chunks of a load are pinned until it has ended, and no lease is left to expire."""
+    linker = ready(start_linker, daemon)
+    asked = [PoolTransfer(PoolName.KV, keys=KEYS[:NODE])]
+    for _ in range(3):
+        assert linker.lookup("request", asked) == list(range(1, NODE + 1))
+        assert load(linker)
+    (cache,) = linker._caches.values()
+    cache.scheduler.end_step()  # sends the ends of pins
+    report = eventually(daemon.status, lambda report: not report["leases"])
+    assert not report["counters"]["leases_expired"]
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_a_daemon_that_has_gone_is_a_load_that_is_refused(
     start_daemon: StartDaemon, start_linker: StartLinker, layerwise: bool

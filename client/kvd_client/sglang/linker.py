@@ -285,7 +285,7 @@ class KvdLinker(UnifiedCacheLinker):
 
     def _load_now(self, loads: list[PoolLoad]) -> bool:
         """Load and wait until nothing is written any more; return whether all bytes are loaded."""
-        batch = LoadBatch(loads, self.forward_stream, self.options.load_timeout, retry=False)
+        batch = LoadBatch(list(loads), self.forward_stream, self.options.load_timeout, retry=False)
         loads.clear()  # the batch unpins them
         ok = batch.finish()
         if not ok:
