@@ -34,8 +34,8 @@ class Asked(BrokerClient):
         self.answers = threading.Event()
         self.asked: list[Message] = []
 
-    def _talk(self, message: Message, kind: type[Message]) -> Message:
-        del kind
+    def _request_blocking(self, message: Message, reply_type: type[Message]) -> Message:
+        del reply_type
         self.asked.append(message)
         assert self.answers.wait(PATIENCE)
         return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status=self.status)
