@@ -25,7 +25,7 @@ from kvd_proto.changes import Change, ChangeKind
 from kvd_proto.directory import DirectoryView
 
 PIECE_SLOTS = 512
-PIECE_PLACES = 512  # of the tier table
+TIER_TABLE_PIECE = 512  # places
 MAX_SLOT_PIECES = 32  # in one call, of a directory that is nearly empty
 MAX_PLACE_PIECES = 256  # in one call; an empty piece of a tier table takes a few microseconds
 DEFAULT_LIMIT = 1000
@@ -375,7 +375,7 @@ class ChangeReader:
             if end <= 0 or table is None:
                 tiers.snapshot_at, tiers.snapshot_end = None, directory.changes.head
                 return
-            begin = max(0, end - PIECE_PLACES)
+            begin = max(0, end - TIER_TABLE_PIECE)
             chunks = table.held_chunks(begin, end)
             for key, tier_place in chunks:
                 tiers.confirm(key, NO_SLOT, 0, tier_place.first, tier_place.count)

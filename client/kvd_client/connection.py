@@ -374,7 +374,12 @@ class Connection:
 
 
 def _connect(path: Path) -> Channel:
-    """Return a channel to the daemon's socket. Never blocks: a full queue is an `OSError`."""
+    """Connect without blocking, and return the channel.
+
+    Raises:
+        AccessDenied: this user may not connect.
+        OSError: nothing listens there, or the backlog is full.
+    """
     kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     connecting = socket.socket(socket.AF_UNIX, kind)
     try:
@@ -382,8 +387,6 @@ def _connect(path: Path) -> Channel:
         return Channel(connecting)
     except BaseException as error:
         connecting.close()
-        if isinstance(error, EOFError):
-            raise DaemonLost("the daemon has closed the connection") from error
         if isinstance(error, PermissionError) and (denied := explain_denied(path)):
             raise AccessDenied(denied) from error
         raise

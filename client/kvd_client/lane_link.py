@@ -78,9 +78,9 @@ class LaneLink:
     def reopen(self) -> None:
         """Connect and join again; the lane stops earlier jobs, see `lost_requests`.
 
-        The connection stays closed if nothing listens, the queue is full, or no descriptor is free,
-        and during the pause after a connection on which Join was not answered. The endpoint is this
-        incarnation's own as long as its daemon lives.
+        The connection stays closed if nothing listens, the backlog is full or no descriptor is
+        free, and during the pause after a connection on which Join was not answered. The endpoint
+        is this incarnation's own as long as its daemon lives.
         """
         now = time.monotonic()
         if now < self._reopen_at:

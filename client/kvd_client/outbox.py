@@ -99,6 +99,7 @@ class Outbox:
         return self._described_bytes + nbytes <= MAX_DESCRIBED_BYTES
 
     def _count_items(self, num_items: int) -> None:
+        """Count items of this step; the first one sets `oldest_at`. Nothing is refused."""
         if not self._num_items:
             self.oldest_at = time.monotonic()
         self._num_items += num_items
@@ -106,9 +107,12 @@ class Outbox:
     def start_store(
         self, key: bytes, slot: int, generation: int, blocks: BlockRange, description: bytes
     ) -> None:
-        """Add the start of a store of a chunk's blocks. Call it for a prompt's head first."""
+        """Add the start of a store of a chunk's blocks; a prompt's head comes first.
+
+        The caller has checked `has_room` and `has_description_room`.
+        """
         self._count_items(1)
-        self.started_stores[key] = self.keys
+        self.started_stores[key] = self.keys  # the list stands for the step it is sent with
         self.reassigned[slot] = generation
         if description:
             self._descriptions += [b""] * (len(self.keys) - len(self._descriptions))

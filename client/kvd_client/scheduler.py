@@ -325,13 +325,13 @@ class Scheduler(SchedulerSession):
         return tiers.find_tier(key, first, count)
 
     def tier_status(self, number: int) -> TierHealth | None:
-        """Return whether a tier is usable, how fast promotions are, and how many bytes wait.
+        """Return whether a tier is usable, how fast it promotes, and how many bytes come first.
 
         Args:
             number: the tier's index in `tiers`.
 
         Returns:
-            The status; None if there is no such tier now.
+            The status; None if there is no such tier, or nothing is attached now.
         """
         index = check_int("number", number, 0, MAX_TIERS - 1)
         tiers = self._tiers

@@ -248,7 +248,7 @@ class Worker(ClientSession):
         groups: Sequence[ChunkBlocks],
         after: int | None = None,
     ) -> bool:
-        """Copy the blocks of the ticket's chunks into the pool; result and errors as `submit`.
+        """Submit a copy of the ticket's blocks into the pool; result and errors as `submit`.
 
         Args:
             job_id: the caller's number, free again once it was reported.
@@ -258,8 +258,8 @@ class Worker(ClientSession):
             after: see `submit`.
 
         Raises:
-            UsageError: also for keys and blocks that do not fit each other, the null block, too
-                many blocks for one job, or if nothing is registered yet.
+            UsageError: as `submit`; also for keys and blocks that do not fit each other, a null
+                block anywhere, too many blocks for one job, or if nothing is registered yet.
         """
         return self.submit(Store, job_id, self._pack(ticket, groups), after)
 
@@ -272,7 +272,7 @@ class Worker(ClientSession):
         *,
         layerwise: bool = False,
     ) -> bool:
-        """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`.
+        """Submit a copy of the ticket's chunks into their blocks; arguments and errors as `store`.
 
         With `layerwise` the layers are copied one after another, and `layers_loaded` counts them.
         """

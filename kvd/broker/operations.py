@@ -47,7 +47,7 @@ from kvd_proto.messages import (
 )
 from kvd_proto.text import format_duration, format_size
 
-CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
+CHECK_PIECE = 1024  # slots, or places of a tier table, of one piece of a check; 5 µs a chunk
 WHOLE_CHUNKS = 2048  # up to this number all is checked at once: some 20 ms
 
 Handler = Callable[[Request[Any]], list[Effect]]
@@ -170,15 +170,15 @@ class Operations:
         num_chunks = num_in_tiers = 0
         try:
             for namespace in self._state.open_namespaces:
-                for position in range(0, namespace.geometry.num_slots, CHECK_SLOTS):
+                for position in range(0, namespace.geometry.num_slots, CHECK_PIECE):
                     if self._state.is_open(namespace):
-                        num_chunks += namespace.table.slots.check_slots(position, CHECK_SLOTS)
+                        num_chunks += namespace.table.slots.check_slots(position, CHECK_PIECE)
                         yield []
                 if (tiers := namespace.directory.tiers) is None:
                     continue
-                for position in range(0, tiers.places, CHECK_SLOTS):
+                for position in range(0, tiers.places, CHECK_PIECE):
                     if self._state.is_open(namespace):
-                        num_in_tiers += tiers.check_places(position, position + CHECK_SLOTS)
+                        num_in_tiers += tiers.check_places(position, position + CHECK_PIECE)
                         yield []
             whole = num_chunks + num_in_tiers <= WHOLE_CHUNKS
             if whole:
@@ -298,8 +298,8 @@ class ConfigReload:
     def __init__(self, state: BrokerState, loaded: LoadedSettings) -> None:
         self._state = state
         self.loaded = loaded
-        self._waiting: list[ReloadRequest] = []
-        self._reading: list[ReloadRequest] = []  # answered by the reading under way
+        self._next_requests: list[ReloadRequest] = []
+        self._current_requests: list[ReloadRequest] = []  # answered by the reading under way
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return the handler of each request."""
@@ -307,23 +307,26 @@ class ConfigReload:
 
     def sighup(self) -> None:
         """Request a reload for SIGHUP."""
-        self._waiting.append(("SIGHUP", None))
+        self._next_requests.append(("SIGHUP", None))
 
     @property
     def under_way(self) -> bool:
         """Whether the configuration is being read."""
-        return bool(self._reading)
+        return bool(self._current_requests)
 
     def begin(self) -> bool:
         """Return whether to read the configuration now; if so, `finish` must follow."""
-        if self._reading or not self._waiting:
+        if self._current_requests or not self._next_requests:
             return False
-        self._reading, self._waiting = self._waiting, []
+        self._current_requests, self._next_requests = self._next_requests, []
         return True
 
     def finish(self, outcome: LoadedSettings | ConfigError) -> list[Effect]:
-        """Apply the configuration read, or report why it cannot be used; answer the requests."""
-        requests, self._reading = self._reading, []
+        """Apply the configuration read, or report why it cannot be used; reply to the requests.
+
+        SIGHUP gets no reply.
+        """
+        requests, self._current_requests = self._current_requests, []
         origin = ", ".join(name for name, _ in requests)
         if isinstance(outcome, ConfigError):
             problems = "; ".join(str(outcome).splitlines())
@@ -336,7 +339,7 @@ class ConfigReload:
         return effects
 
     def _reload(self, request: Request[ReloadConfig]) -> list[Effect]:
-        self._waiting.append((peer_text(request.session.peer), request))
+        self._next_requests.append((peer_text(request.session.peer), request))
         return []
 
     def _show(self, request: Request[ShowConfig]) -> list[Effect]:

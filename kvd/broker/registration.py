@@ -64,7 +64,8 @@ class Registration:
             namespaces: over the pool.
             explanation: of the size, if `OpenPool` opened the pool.
         """
-        state, effects = self._state, list[Effect]()
+        state = self._state
+        effects: list[Effect] = []
         state.namespaces, nbytes = namespaces, namespaces.cpu_bytes
         if self._sizing_engine is not None:
             self._sizing_engine = None
@@ -92,9 +93,10 @@ class Registration:
     # ------------------------------------------------------------ requests
 
     def register(self, request: Request[Register]) -> list[Effect]:
-        """Begin a registration: check it and have a lane map the memory, or refuse it.
+        """Check a registration, then have a lane map its memory.
 
-        It is answered later: by `imported`, `expire`, or `give_up`.
+        A refusal of its layout is answered by `give_up`, at once if the layout is small; the rest
+        is answered later, by `imported`, `expire` or `give_up`.
         """
         session, message, state = request.session, request.message, self._state
         engine = session.engine
@@ -116,11 +118,16 @@ class Registration:
             )
         pending = session.pending = PendingRegister(request, request.now + REGISTER_SECONDS)
         if len(message.layout.tensors) + len(message.layout.groups) > MAX_CHECKED_AT_ONCE:
-            self._background.start("registrations", self._check(session, engine, pending))
+            self._background.start(
+                "registrations", self._check_and_advance(session, engine, pending)
+            )
             return self._ensure_lane(message.device)
-        return next(self._check(session, engine, pending))
+        # A small layout is checked now: the task's first piece is its only one.
+        return next(self._check_and_advance(session, engine, pending))
 
-    def _check(self, session: Session, engine: Engine, pending: PendingRegister) -> Task:
+    def _check_and_advance(
+        self, session: Session, engine: Engine, pending: PendingRegister
+    ) -> Task:
         """Check the layout, then advance the registration.
 
         A large layout is checked in the turn after the one that decoded it.

@@ -36,7 +36,9 @@ def status_report(
     namespaces, usage = state.open_namespaces, state.usage()
     report = report_of(
         schema.Report,
-        *(state, usage, state.settings),
+        state,
+        usage,
+        state.settings,
         version=version,
         boot_id=state.boot_id.hex(),
         pid=pid,
@@ -50,7 +52,8 @@ def status_report(
         tiers=[_tier(tier, now) for tier in state.tiers],
         broker=report_of(
             schema.BrokerStatus,
-            *(state.counts, usage),
+            state.counts,
+            usage,
             loop_lag_max_seconds=state.recent_lag.get(now),
         ),
         sessions={"open": len(state.registry.sessions), "limit": state.registry.max_sessions},
@@ -80,7 +83,8 @@ def _pool(state: BrokerState) -> dict[str, Any]:
     quotas = [
         report_of(
             schema.QuotaStatus,
-            *(group, group.quota),
+            group,
+            group.quota,
             held_bytes=sum(map(pool.held_bytes, group.spaces)),
         )
         for group in pool.quotas
@@ -89,27 +93,30 @@ def _pool(state: BrokerState) -> dict[str, Any]:
 
 
 def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
+    """Return the report's entry of a namespace."""
     table, directory, geometry = namespace.table, namespace.directory, namespace.geometry
-    chunks, tokens = table.slots.stats(), namespace.tokens_per_chunk
+    chunks_by_state, tokens_per_chunk = table.slots.stats(), namespace.tokens_per_chunk
     states = ("ready", "writing", "draining")
     forecast_status = _forecast(state, namespace)
     return report_of(
         schema.NamespaceStatus,
-        *(namespace, geometry, table),
+        namespace,
+        geometry,
+        table,
         id=namespace.id.hex(),
         model=namespace.label,
         num_chunks=geometry.num_slots,
         tier_chunks=0 if directory.tiers is None else len(directory.tiers),
         directory_bytes=directory.header.total_bytes,
-        **{f"{name}_bytes": chunks[name] * geometry.bytes_per_chunk for name in states},
+        **{f"{name}_bytes": chunks_by_state[name] * geometry.bytes_per_chunk for name in states},
         changes=directory.changes.head,
-        chunks=chunks,
+        chunks=chunks_by_state,
         forecast=forecast_status,
         advice=None if forecast_status is None else advice(forecast_status),
         counters=table.counts,
         missed_tokens={}
-        if tokens is None
-        else {reason: count * tokens for reason, count in table.counts.missed.items()},
+        if tokens_per_chunk is None
+        else {reason: count * tokens_per_chunk for reason, count in table.counts.missed.items()},
     )
 
 
@@ -130,7 +137,9 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
         sessions=[
             report_of(
                 schema.SessionStatus,
-                *(session, session.peer, session.registration),
+                session,
+                session.peer,
+                session.registration,
                 seconds=round(now - session.hello_at, 3),
             )
             for session in engine.sessions.values()
@@ -145,7 +154,9 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
 def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     return report_of(
         schema.LaneStatus,
-        *(lane, lane.child, lane.pong),
+        lane,
+        lane.child,
+        lane.pong,
         seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
         pool_bytes=state.pool_bytes or 0,
@@ -158,7 +169,9 @@ def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
     breaker = tier.breaker
     return report_of(
         schema.TierStatus,
-        *(tier, tier.setting, tier.info),
+        tier,
+        tier.setting,
+        tier.info,
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
         pid=tier.child.pid if tier.child.up else 0,

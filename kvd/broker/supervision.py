@@ -64,7 +64,7 @@ class LaneSupervisor:
             case Revoked():
                 if (namespace := self._state.namespace(message.namespace)) is not None:
                     slots, generations = message.slots.tolist(), message.generations.tolist()
-                    namespace.table.slots.revoked(device, slots, generations)
+                    namespace.table.slots.writes_ended(device, slots, generations)
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
@@ -152,7 +152,7 @@ class LaneSupervisor:
         error = "" if as_told else failure or reason
         lane.process_ended(error)
         for namespace in state.open_namespaces:
-            namespace.table.slots.lane_lost(device)
+            namespace.table.slots.writer_lost(device)
         if as_told:
             notice = f"lane {device} has ended: the daemon stops"
         else:

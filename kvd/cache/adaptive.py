@@ -342,7 +342,8 @@ class AdaptivePolicy(EvictionPolicy):
     def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
         """See EvictionPolicy."""
         self._now = now
-        lists, to_evict = self._slots, list[int]()
+        lists = self._slots
+        to_evict: list[int] = []
         skipped = _Skipped()
         ends = [
             end
@@ -398,7 +399,8 @@ class AdaptivePolicy(EvictionPolicy):
     def _victims(self, end: _End, limit: _End | None, n: int, may_evict: MayEvict) -> list[int]:
         """Return up to `n` chunks of a run, deepest first, that are evicted before run `limit`."""
         lists, (gain, _, list_number, hot, slot) = self._slots, end
-        run, victims = lists.stamp(slot) >> POSITION_BITS, list[int]()
+        run = lists.stamp(slot) >> POSITION_BITS
+        victims: list[int] = []
         # Of two runs of the same gain, chunks are evicted in the order of their stamps.
         last_stamp = limit[1] if limit is not None and limit[0] == gain and not hot else None
         for chunk in lists.walk_from(self._run_start(list_number, slot) if hot else slot):

@@ -34,8 +34,8 @@ from kvd.pool.pool import Pool
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import LABEL_ONLY, Label, ResetDone
 
-PIECE_SLOTS = 512  # for one call of `sweep`: a few milliseconds if each holds a chunk
-EMPTY_PIECES = 64  # pieces without a chunk that one call of `sweep` skips at most
+PIECE_SLOTS = 512  # of one piece of a sweep or a clear: some milliseconds if each holds a chunk
+EMPTY_PIECES = 64  # pieces without a chunk that are skipped at once at most
 GHOSTS_PER_SLOT = 2
 _LABELS = {int(label): label for label in Label}
 

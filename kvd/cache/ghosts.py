@@ -91,8 +91,8 @@ class Ghosts:
     ) -> None:
         """Add a ghost as the newest, in place of an older one of the same key.
 
-        With `seen` 0, an older ghost's seen, label and used stay: a chunk that was not stored has
-        not been used since.
+        `seen` 0: the chunk was refused, and not used since; the older ghost's seen, label and used
+        stay.
         """
         key_hash = hash(key)
         ghost = self._find(key_hash)
@@ -241,7 +241,8 @@ class MissReasons:
 
         Call it before the stores of the same step begin: otherwise these would be `being_stored`.
         """
-        reason_of, ages = self.reason, list[float]()
+        reason_of = self.reason
+        ages: list[float] = []
         reasons = list[MissReason]()
         for key in keys:
             reason, ghost = reason_of(key)

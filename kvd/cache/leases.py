@@ -142,7 +142,8 @@ class Leases:
 
     def expire(self, now: float) -> tuple[int, list[int]]:
         """End the leases whose deadline has come; returns their number, and the slots."""
-        num_expired, unpinned = 0, list[int]()
+        num_expired = 0
+        unpinned: list[int] = []
         for owner, leases in list(self._leases.items()):
             expired = [number for number, lease in leases.items() if lease.deadline <= now]
             num_expired += len(expired)

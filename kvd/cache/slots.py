@@ -142,16 +142,17 @@ class Slots:
         return self.refs([slot for slot in slots if not self._draining[slot]])
 
     def wait_for(self, lanes: Collection[str], slots: ChunkRefs) -> None:
-        """Free these DRAINING slots once each of these lanes has revoked them; at once if none."""
+        """Free these DRAINING slots once these lanes have ended their writes; at once if none."""
         for slot, _ in slots:
             self._draining[slot] = set(lanes)
         if not lanes:
             self._free_drained("", [slot for slot, _ in slots])
 
-    def revoked(self, lane: str, slots: Ints, generations: Ints) -> int:
-        """Note that a lane does not write these slots any more; DRAINING -> FREE with the last one.
+    def writes_ended(self, writer: str, slots: Ints, generations: Ints) -> int:
+        """Note that `writer` no longer writes these slots; DRAINING -> FREE after the last writer.
 
-        `lane` may be a tier, by the name given to `begin_filling`.
+        `writer` is a lane's device, or the name given to `begin_filling`. Slots of another
+        generation are ignored.
 
         Returns:
             How many slots became FREE.
@@ -159,18 +160,18 @@ class Slots:
         pairs = zip(map(int, slots), map(int, generations), strict=True)
         generation = self.directory.generation
         return self._free_drained(
-            lane, [slot for slot, g in pairs if slot in self._draining and generation(slot) == g]
+            writer, [slot for slot, g in pairs if slot in self._draining and generation(slot) == g]
         )
 
-    def lane_lost(self, lane: str) -> None:
-        """Note that a lane, or a tier, has ended: it writes no slot any more."""
-        self._free_drained(lane, list(self._draining))
+    def writer_lost(self, writer: str) -> None:
+        """Note that a writer (a lane or a tier's process) has ended: it writes no slot any more."""
+        self._free_drained(writer, list(self._draining))
 
-    def _free_drained(self, lane: str, slots: Sequence[int]) -> int:
+    def _free_drained(self, writer: str, slots: Sequence[int]) -> int:
         freed = []
         for slot in slots:
             writers = self._draining[slot]
-            writers.discard(lane)
+            writers.discard(writer)
             if not writers:
                 del self._draining[slot]
                 self.directory.write_state(slot, SlotState.FREE)

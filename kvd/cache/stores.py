@@ -360,7 +360,8 @@ class Stores:
 
     def drop(self, keys: Sequence[bytes], owner: int) -> ChunkRefs:
         """Give up the stores of `owner` with these keys; returns the chunks to be revoked."""
-        directory, dropped = self._directory, dict[int, None]()
+        directory = self._directory
+        dropped: dict[int, None] = {}
         for key in keys:
             slot = directory.find(key)
             if slot >= 0 and directory.state(slot) == _WRITING and directory.owner(slot) == owner:
@@ -394,9 +395,9 @@ class ChunkPromotions:
 
         Keys that are in memory or being written are left out. There may be fewer free slots.
         Promotions that are not `done` within `seconds` are given up by `expire`, all of them by
-        `reset`. A slot given up is DRAINING until `slots.revoked` or `slots.lane_lost` is called
-        with `tier`, the name of the tier's process, which no lane has. While only `usable` bytes of
-        the pool are filled, nothing is evicted.
+        `reset`. A slot given up is DRAINING until `slots.writes_ended` or `slots.writer_lost` is
+        called with `tier`, the name of the tier's process, which no lane has. While only `usable`
+        bytes of the pool are filled, nothing is evicted.
 
         Returns:
             Key, slot and generation of each promotion.

@@ -28,7 +28,9 @@ from kvd_proto.messages import Label
 MAX_QUEUED = 65_536
 
 _NO_USE, _ONE_USE, _ASKED = range(3)
-"""Marks of a slot: finished requests that have its chunk, or: it was asked for."""
+"""Marks of a slot, which only grow: no finished request has its chunk, one has, or it is asked for
+(a load pinned it, or two have).
+"""
 
 
 class DemotionQueue:
@@ -101,22 +103,19 @@ class DemotionQueues:
             self.on_ready.add(ready_slots[-MAX_QUEUED:])
 
     def note_begun(self, slots: list[int]) -> None:
-        """A request stores chunks in these slots."""
+        """Reset the marks of slots in which a request stores chunks."""
         for slot in slots:
             self._marks[slot] = _NO_USE
 
     def note_ready(self, slots: list[int]) -> None:
-        """These chunks became READY."""
+        """Queue chunks that became READY."""
         if self.on_ready is not None:
             self.on_ready.add(slots)
         if self.on_asked is not None:
             self.on_asked.add([slot for slot in slots if self._marks[slot] == _ASKED])
 
     def note_promoted(self, slot: int) -> None:
-        """A promoted chunk became READY; it was asked for.
-
-        It is queued only if some tier does not hold it.
-        """
+        """Mark a promoted chunk that became READY as asked for; queue it if some tier lacks it."""
         self._marks[slot] = _ASKED
         tiers = self._directory.tiers
         entry = tiers.find(self._directory.key(slot)) if tiers is not None else None
@@ -124,12 +123,12 @@ class DemotionQueues:
             self.note_ready([slot])
 
     def note_put_failed(self, slot: int, generation: int) -> None:
-        """A tier could not keep this chunk: queue it again when it is asked for once more."""
+        """Mark a chunk that a tier could not keep: the next use queues it again."""
         if self._directory.generation(slot) == generation:
             self._marks[slot] = _ONE_USE
 
     def note_pinned(self, slots: list[int]) -> None:
-        """A load pins these READY chunks."""
+        """Mark READY chunks that a load pins as asked for; queue those that were not."""
         marks, asked = self._marks, []
         for slot in slots:
             if marks[slot] != _ASKED:
@@ -139,11 +138,14 @@ class DemotionQueues:
             self.on_asked.add(asked)
 
     def note_finished(self, slots: list[int]) -> None:
-        """A request that has these chunks, READY or WRITING, has finished."""
+        """Count a finished request for each of these chunks, READY or WRITING.
+
+        The second one makes a chunk asked for: queued now if READY, otherwise by `note_ready`.
+        """
         marks, state, asked = self._marks, self._directory.state, []
         for slot in slots:
             if (mark := marks[slot]) != _ASKED:
-                marks[slot] = mark + 1
+                marks[slot] = mark + 1  # the next of the three marks
                 if mark == _ONE_USE and state(slot) == SlotState.READY:
                     asked.append(slot)
         if asked and self.on_asked is not None:

@@ -194,9 +194,8 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         ConfigError: the file cannot be read or is not TOML.
     """
     try:
-        if file.exists() and not (
-            file.is_file() or file.is_char_device()
-        ):  # /dev/null is "no file"
+        # A character device is allowed: /dev/null stands for no file.
+        if file.exists() and not (file.is_file() or file.is_char_device()):
             raise OSError(errno.EINVAL, "it is no regular file")  # reading a pipe could block
         text = file.read_text(encoding="utf-8")
         return tomllib.loads(text), text

@@ -146,9 +146,10 @@ def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterato
         )
 
 
-def _quota_bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
-    """Return a floor or cap in bytes; `amount`: a size, or a percentage of the pool."""
-    text, hint = str(amount).strip(), ""
+def _quota_bytes(model: str, bound: str, amount: str | int, cpu_bytes: int) -> int:
+    """Return the bytes of a bound (floor, cap); `amount`: a size, or a percentage of the pool."""
+    text = str(amount).strip()
+    hint = ""
     try:
         if not text.endswith("%"):
             return parse_size(amount)
@@ -160,7 +161,7 @@ def _quota_bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int
     except ValueError:
         pass
     raise ConfigError(
-        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool{hint}"
+        f"{model}: {bound} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool{hint}"
     )
 
 

@@ -91,11 +91,12 @@ def not_covered(heads: bytes, chunks: Chunks) -> list[int]:
     """
     if len(chunks) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
+        # Nearly all loads are of whole chunks: comparing bytes costs least.
         if (
             table["first"].tobytes() == chunks.first.tobytes()
             and table["count"].tobytes() == chunks.count.tobytes()
             and table["group"].tobytes() == chunks.group.tobytes()
-        ):  # nearly all loads are of whole chunks: comparing bytes costs least
+        ):
             return []
         firsts, counts, groups = (
             np.frombuffer(column, np.uint16)

@@ -29,7 +29,7 @@ from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 TEXT_LIMIT = 1000
 SHARES_WAIT_MS = 1
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
-_ITEM_BYTES = (4, 8, 2, 2, 2)  # of each column of Chunks
+_ITEM_BYTES = (4, 8, 2, 2, 2)  # of slots, generations, first, count, groups: Chunks.columns
 _ShareKey: TypeAlias = tuple[int, int, bytes, bool]
 """Session, rank, namespace, and whether the chunks were stored."""
 
@@ -70,21 +70,23 @@ class ShareBuffer:
     def take(self) -> list[ShareDone]:
         """Return all pending shares as messages, and forget them."""
         pending, self._pending = self._pending, {}
-        return [message for key, parts in pending.items() for message in _messages(key, parts)]
+        return [
+            message for key, parts in pending.items() for message in _share_messages(key, parts)
+        ]
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
 
-def _messages(key: _ShareKey, parts: Sequence[Chunks]) -> Iterator[ShareDone]:
-    """Yield the messages that report these shares, `SHARES_PER_MESSAGE` in each."""
+def _share_messages(key: _ShareKey, parts: Sequence[Chunks]) -> Iterator[ShareDone]:
+    """Yield the messages that report a worker's shares, at most `SHARES_PER_MESSAGE` in each."""
     session, rank, namespace, ok = key
     joined = [b"".join(column) for column in zip(*(part.columns for part in parts), strict=True)]
     count = sum(map(len, parts))
     for begin in range(0, count, SHARES_PER_MESSAGE):
         columns = [
-            column[begin * nbytes : (begin + SHARES_PER_MESSAGE) * nbytes]
-            for column, nbytes in zip(joined, _ITEM_BYTES, strict=True)
+            column[begin * item_bytes : (begin + SHARES_PER_MESSAGE) * item_bytes]
+            for column, item_bytes in zip(joined, _ITEM_BYTES, strict=True)
         ]
         yield ShareDone(
             session=session,

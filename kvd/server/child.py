@@ -85,7 +85,7 @@ class Child:
     Attributes:
         link: the broker's end of the channel; None once closed.
         pidfd: readable when the process has exited; -1 if none runs.
-        served: the owner sets it once the running process has been useful.
+        proved_useful: the owner sets it once the running process has been useful.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Child:
         self._polls_for_write = False
         self.link: Channel | None = None
         self.pidfd = -1
-        self.served = False
+        self.proved_useful = False
 
     @property
     def running(self) -> bool:
@@ -154,7 +154,7 @@ class Child:
         """Supervise a process that `start_process` has already started."""
         self._process, self.pidfd = started.process, started.pidfd
         self.link = Channel(started.link, b"ROUTER")
-        self.served = self._polls_for_write = False
+        self.proved_useful = self._polls_for_write = False
         for fd in (self.link.fileno(), self.pidfd):
             self._poller.register(fd, select.EPOLLIN)
 
@@ -222,7 +222,13 @@ class Child:
             self.link = None
 
     def reap(self, now: float) -> str:
-        """Wait for a process that exits or was killed; return why it ended, empty if none ran."""
+        """Collect the process, which exits or was killed, and set when the next may start.
+
+        Blocks until the process has exited.
+
+        Returns:
+            Why it ended; empty if none ran.
+        """
         if self._process is None:
             return ""
         self.close_link()
@@ -232,7 +238,7 @@ class Child:
         self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
         self.pidfd = -1
-        if self.served:
+        if self.proved_useful:
             self._delay = _FIRST_DELAY_SECONDS
             self._start_at = now + self._pause
         else:

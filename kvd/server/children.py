@@ -167,7 +167,7 @@ class Children:
     ) -> None:
         if isinstance(message, LaneReady) and fds:
             lane = self.lanes[device]
-            lane.lifeline, lane.served = fds[0], True
+            lane.lifeline, lane.proved_useful = fds[0], True
             fds = fds[1:]
         close_all(fds)
         self._execute(self._core.supervision.received(device, message, now))
@@ -176,7 +176,7 @@ class Children:
         self, index: int, message: Message, fds: tuple[int, ...], now: float
     ) -> None:
         close_all(fds)
-        self.tiers[index].served |= isinstance(message, TierReady)
+        self.tiers[index].proved_useful |= isinstance(message, TierReady)
         self._execute(self._core.tiering.received(index, message, now))
 
     def _on_tier_end(self, index: int, reason: str, now: float) -> None:
@@ -198,7 +198,7 @@ class Children:
     def kill_tier(self, effect: KillTier) -> None:
         """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
         tier = self.tiers[effect.tier]
-        tier.served &= not effect.back_off
+        tier.proved_useful &= not effect.back_off
         tier.kill(effect.reason)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class HttpProcess:
 
     def _on_message(self, _message: bytes, fds: Iterable[int], now: float) -> None:
         close_all(tuple(fds))
-        self._child.served = True
+        self._child.proved_useful = True
         self._state.heard(now)
         self._state.expect(now)  # the next message
 

@@ -77,8 +77,8 @@ class ConfigReader:
         self._sighup_received = False
         self._outcome: LoadedSettings | ConfigError | None = None
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """SIGHUP's handler."""
+    def on_sighup(self, number: int, frame: FrameType | None) -> None:
+        """Request a reload; the handler of SIGHUP."""
         del number, frame
         self._sighup_received = True
 
@@ -193,13 +193,16 @@ class BrokerService:
     # ----------------------------------------------------------------- loop
 
     def run(self) -> int:
-        """Serve until a signal ends it; return the exit status."""
+        """Serve until SIGTERM or SIGINT, drain, and shut down; return the exit status.
+
+        A second signal ends the drain.
+        """
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_signal)
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_sighup)
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             log.info("serving %s, pid %d", self._runtime.path, os.getpid())
-            while not self._advance_stop():
+            while not self._has_stopped():
                 self._turn()
         finally:
             signal.set_wakeup_fd(wakeup)
@@ -212,9 +215,10 @@ class BrokerService:
         """Wait for events and handle them.
 
         1. Note which sessions are readable.
-        2. Handle the lanes' messages first: they report which chunks are READY.
+        2. If anything is ready or due: handle the lanes' messages, which report the chunks that are
+           READY, before requests look for them.
         3. Serve requests.
-        4. Handle the rest, if any event is ready or due.
+        4. If anything is ready or due: handle timers, tasks, HTTP, tiers, children.
         """
         sessions, busy = self._sessions, self.core.background.busy
         now = time.monotonic()
@@ -232,15 +236,13 @@ class BrokerService:
         if stall := self._stall_detector.woke(now):
             self._log_event(LogEvent(stall, "warning"))
         sessions.handle_events(ready)
-        has_events = (
-            ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
-        )
-        if has_events:
+        is_due = ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
+        if is_due:
             for lane in list(self._children.lanes.values()):
                 lane.turn(ready, now)
         if sessions.pending:
             sessions.serve(now)
-        if has_events:
+        if is_due:
             self._handle_other_events(ready, now)
 
     def _handle_other_events(self, ready: dict[int, int], now: float) -> None:
@@ -422,7 +424,7 @@ class BrokerService:
         del number, frame
         self._signals += 1
 
-    def _advance_stop(self) -> bool:
+    def _has_stopped(self) -> bool:
         """After a signal: start the drain, then stop the lanes; return whether the loop ends.
 
         The loop ends when no lane runs, at a second signal, or at the deadline.

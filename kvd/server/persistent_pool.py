@@ -175,8 +175,16 @@ class PersistentPool:
         return max(now, previous_epoch + 1, (trailer.number >> EPOCH_SHIFT) + 1)
 
     def _load_previous(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
-        """Remove drafts; return the pool's name and the previous ledgers to reuse, mapped."""
-        self._remove_drafts()
+        """Undo an unfinished replacement, and decide whether the previous pool is reused.
+
+        Returns:
+            The pool's name, a new one if it is not reused, and its ledgers, mapped. Damaged ledgers
+            are set aside.
+
+        Raises:
+            PoolError: a ledger cannot be opened now, as descriptors or memory are short.
+        """
+        self._undo_unfinished()
         manifest = self._reusable_manifest
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
             log.warning(
@@ -272,9 +280,8 @@ class PersistentPool:
                 log.info("the new pool is allocated: the previous one is dropped")
             for file in self._files.namespace_files():
                 remove_tree(file)
-            if (
-                self._trailer is not None
-            ):  # it overwrites bytes of the previous pool, whose chunks are gone
+            # The trailer overwrites bytes of the previous pool, whose chunks are gone.
+            if self._trailer is not None:
                 self._trailer.move(self._trailer_map)
         self._files.write_manifest(manifest)
         self._previous, self._pending, self._all_new = manifest, None, not self._reuses_pool
@@ -344,7 +351,7 @@ class PersistentPool:
         """Leave the files to the next daemon or remove them; `PoolMemory.close` comes first."""
         self._unmap()
         if self._pending is not None:
-            self._remove_drafts()
+            self._undo_unfinished()
         elif self._all_new and not self.persistent:
             self.remove()
         self._files.close()
@@ -389,7 +396,7 @@ class PersistentPool:
             self._trailer_map.close()
         self._trailer = self._trailer_map = None
 
-    def _remove_drafts(self) -> None:
+    def _undo_unfinished(self) -> None:
         """Undo an unfinished replacement of the pool, by this start or an earlier one."""
         self._pending = None
         for draft in self._files.namespace_files(_DRAFT):

@@ -120,9 +120,8 @@ class RuntimeDir:
         paths += self.path.glob("lane-*.sock")
         entries = []
         for path in paths:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # removed meanwhile, by a lane of a dead daemon
+            # A lane of a dead daemon may remove it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 entries.append((path, stat.S_ISSOCK(path.lstat().st_mode)))
         return entries
 

@@ -313,7 +313,8 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
         pool_dir: of this daemon.
     """
     file, own_dir = runtime_dir / POOLS_FILE, pool_dir.absolute()
-    recorded, others = _read(file), list[Path]()
+    recorded = _read(file)
+    others: list[Path] = []
     for earlier_dir in recorded:
         nbytes = 0
         with contextlib.suppress(OSError):  # another user's directory, or a lost mount

@@ -68,7 +68,8 @@ class ChangesView:
     def read(self, after: int, limit: int) -> list[Change] | None:
         """Return up to `limit` changes: numbers after + 1, after + 2 and so on.
 
-        None: the ring does not hold number after + 1 any more (overrun), or never did.
+        Fewer than there are, if a record is not visible yet. None: number after + 1 was overwritten
+        (overrun), or `after` is larger than `head`.
         """
         head = self._head[0]
         count = min(limit, head - after)
@@ -81,7 +82,7 @@ class ChangesView:
         if end > len(ring):
             records += bytes(ring[: end - len(ring)])
         # The writer may be overwriting the oldest record now; it moves head afterwards.
-        if after + 1 <= self._head[0] + 1 - self.capacity:
+        if after <= self._head[0] - self.capacity:
             return None
         changes = list(CHANGE.iter_unpack(records))
         # On CPUs that reorder reads, a record may become visible after head.

@@ -182,7 +182,7 @@ def max_description_bytes(record_size: int) -> int:
 
 
 def pack_header(record_size: int) -> bytes:
-    """Return the header of a file with records of `record_size` bytes; zeros fill its page."""
+    """Return the header of a file of records of `record_size` bytes; the rest of its page is 0."""
     head = _HEADER.pack(MAGIC, VERSION, record_size)
     return head + _CHECK.pack(crc32(head))
 

@@ -139,7 +139,7 @@ class DirectoryHeader:
         return self.tiers_offset + table_places(self.tier_capacity, self.probe_limit) * ENTRY_BYTES
 
     def pack(self) -> bytes:
-        """Return the header's bytes with their check word; zeros fill the rest of the page."""
+        """Return the header's bytes with their check word; the rest of its page is 0."""
         head = HEADER.pack(
             MAGIC,
             VERSION,

@@ -109,16 +109,16 @@ class Expander:
             for storage, offset, stride, page, start in regions:
                 run_memory = run_arena = nbytes = 0
                 for block, slot_offset, position, count in stretches:
-                    step, steps = (count * page, 1) if stride == page else (page, count)
+                    run_bytes, num_runs = (count * page, 1) if stride == page else (page, count)
                     memory = offset + block * stride
                     arena = slot_offset + start + position * page
-                    for _ in range(steps):
+                    for _ in range(num_runs):
                         if memory == run_memory + nbytes and arena == run_arena + nbytes and nbytes:
-                            nbytes += step
+                            nbytes += run_bytes
                         else:
                             if nbytes:
                                 runs.append((storage, run_memory, run_arena, nbytes))
-                            run_memory, run_arena, nbytes = memory, arena, step
+                            run_memory, run_arena, nbytes = memory, arena, run_bytes
                         memory += stride
                         arena += page
                 if nbytes:

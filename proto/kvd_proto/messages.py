@@ -326,7 +326,7 @@ class Step(Message, frozen=True, omit_defaults=True):
     pending: keys offered since then that were being written.
     not_yet: keys offered since then, but fewer times than `reuse_threshold`.
     refused: keys offered since then that got no slot, since none was on loan.
-    sought: keys needed in memory, a prompt's head first: those that a tier holds are promoted;
+    sought: keys to promote, a prompt's head first: those that a tier holds are promoted;
         where that is not known, shared tiers are asked.
     """
 

@@ -70,7 +70,7 @@ class TierHealth(NamedTuple):
         usable: it accepts orders and completes them in time.
         latency_us: median time of a promotion without the transfer of its bytes, in microseconds.
         bytes_per_second: of promotions; 0: not known yet.
-        queued_bytes: of promotions under way.
+        queued_bytes: of promotions before a new one: those ordered, and requests that wait.
     """
 
     usable: bool

@@ -622,7 +622,9 @@ class TableMachine(RuleBasedStateMachine):
         """Lanes have nothing under way in the slots that were given up."""
         model = self.models[space]
         slots = list(model.draining)
-        assert model.table.slots.revoked("", slots, list(model.draining.values())) == len(slots)
+        assert model.table.slots.writes_ended("", slots, list(model.draining.values())) == len(
+            slots
+        )
         model.draining.clear()
 
     @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
@@ -760,7 +762,7 @@ class TableMachine(RuleBasedStateMachine):
         refs = [(slot, generation) for slot, (generation, _) in model.filled.items()]
         theirs = [slot for slot, (_, name) in model.filled.items() if name == tier]
         slots, generations = [slot for slot, _ in refs], [each for _, each in refs]
-        assert model.table.slots.revoked(tier, slots, generations) == len(theirs)
+        assert model.table.slots.writes_ended(tier, slots, generations) == len(theirs)
         for slot in theirs:
             del model.filled[slot]
 
@@ -773,7 +775,7 @@ class TableMachine(RuleBasedStateMachine):
             refs = [model.chunks[key].ref for key in theirs]
             assert model.table.promotions.give_up(refs) == refs
             model.give_up(theirs, [])
-            model.table.slots.lane_lost(tier)
+            model.table.slots.writer_lost(tier)
             for slot, (_, name) in list(model.filled.items()):
                 if name == tier:
                     del model.filled[slot]
@@ -894,7 +896,7 @@ class TableMachine(RuleBasedStateMachine):
         refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
         if refs:
             slot, generation = data.draw(st.sampled_from(sorted(refs)))
-            assert model.table.slots.revoked("", [slot], [generation]) == 0
+            assert model.table.slots.writes_ended("", [slot], [generation]) == 0
 
     @rule(number=st.integers(0, len(QUOTAS) - 1))
     @precondition(lambda self: self.quotas)

@@ -238,7 +238,13 @@ def _check_placement(
 
 
 def _merged(runs: Sequence[Fragment]) -> list[Fragment]:
-    """Join adjacent runs within a block, small gaps included. A block's padding is the block's."""
+    """Join a group's runs, sorted by storage, stride and offset, if the gap between them is small.
+
+    The bytes of a gap (`_GAP_DIVISOR`) are copied too. No run reaches into the next block.
+
+    Raises:
+        UnsupportedMemory: two runs overlap.
+    """
     merged = [runs[0]]
     for run in runs[1:]:
         last = merged[-1]

@@ -147,7 +147,7 @@ class Promotion:
             return []
         state = self._states.setdefault(namespace, _NamespaceState())
         namespace.table.counts.sought_dropped += state.requests.extend(engine, keys, now)
-        return self._order(namespace, state, now)
+        return self._order_requested(namespace, state, now)
 
     def prune(self) -> None:
         """Drop the requests of closed namespaces."""
@@ -161,19 +161,26 @@ class Promotion:
         for namespace, state in list(self._states.items()):
             if state.requests and self._state.is_open(namespace):
                 self._states.move_to_end(namespace)  # other namespaces come first next time
-                effects += self._order(namespace, state, now)
+                effects += self._order_requested(namespace, state, now)
         return effects
 
     # ------------------------------------------------------------------ orders
 
-    def _order(self, namespace: Namespace, state: _NamespaceState, now: float) -> list[Effect]:
-        """Get what tiers have, and ask the first shared tier for what no tier is known to have."""
+    def _order_requested(
+        self, namespace: Namespace, state: _NamespaceState, now: float
+    ) -> list[Effect]:
+        """Order gets of what tiers have; ask the first shared tier for the rest.
+
+        Both as far as there is room. A request whose tier is busy stays in the queue.
+        """
         tiers = namespace.directory.tiers
         if tiers is None or not self._state.pool_ready or self._state.draining:
             namespace.table.counts.sought_dropped += state.requests.clear()
             return []
         shared = self._shared(namespace)
-        by_tier, unknown = self._sorted(namespace, state, tiers, now, has_shared=shared is not None)
+        by_tier, unknown = self._take_by_tier(
+            namespace, state, tiers, now, has_shared=shared is not None
+        )
         effects: list[Effect] = []
         for tier, requests in by_tier.items():
             effects += self._get_all(tier, namespace, state, requests, now)
@@ -181,7 +188,7 @@ class Promotion:
             effects += self._look_up(shared, namespace, state, unknown, now)
         return effects
 
-    def _sorted(
+    def _take_by_tier(
         self,
         namespace: Namespace,
         state: _NamespaceState,
@@ -266,7 +273,8 @@ class Promotion:
         if room := table.descriptions.max_bytes:
             batch_size = min(batch_size, DESCRIPTION_BYTES // (room + 64))
         batch_size = max(1, min(BATCH_CHUNKS, batch_size))
-        keys, effects = list(requests), list[Effect]()
+        keys = list(requests)
+        effects: list[Effect] = []
         find = namespace.directory.find
         for begin in range(0, len(keys), batch_size):
             batch_keys = keys[begin : begin + batch_size]
@@ -362,7 +370,8 @@ class Promotion:
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
         table, tiers = namespace.table, namespace.directory.tiers
-        nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
+        nbytes = namespace.geometry.bytes_per_chunk
+        effects: list[Effect] = []
         outcomes, refs, num_ready = result.outcomes.tolist(), batch.refs, 0
         columns = (result.first.tolist(), result.count.tolist(), result.groups.tolist())
         failed_refs = []
@@ -401,7 +410,8 @@ class Promotion:
         state = self._states.setdefault(namespace, _NamespaceState())
         for key in order.keys:
             state.lookups.pop(key, None)
-        engines, absent = frozenset(batch.engines), list[bytes]()
+        engines = frozenset(batch.engines)
+        absent: list[bytes] = []
         present: list[PromotionRequest] = []
         for key, code in zip(order.keys, result.outcomes.tolist(), strict=True):
             outcome = Outcome(code)
@@ -411,7 +421,7 @@ class Promotion:
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
         state.requests.put_back(present)
-        effects = self._order(namespace, state, now)
+        effects = self._order_requested(namespace, state, now)
         next_shared = self._shared(namespace, tier.index)
         if next_shared is not None and absent:
             requests = {key: PromotionRequest(key, engines, now) for key in absent}
@@ -444,7 +454,7 @@ class Promotion:
     def free_slots(tier: TierProcess, batch: TierBatch) -> None:
         """Free the draining slots of a get that has ended."""
         slots, generations = zip(*batch.refs, strict=True)
-        batch.namespace.table.slots.revoked(tier.writer, slots, generations)
+        batch.namespace.table.slots.writes_ended(tier.writer, slots, generations)
 
     def _settle(self, batch: TierBatch) -> None:
         """Remove a get from the slots being filled and from the bytes under way."""

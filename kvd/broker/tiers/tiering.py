@@ -93,13 +93,17 @@ class Tiering:
         return self._guard(now, lambda: self._on_message(tier, message, now))
 
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
-        """Process the end of a tier's process: drop its batches, free its slots, count the end."""
+        """Process the end of a tier's process.
+
+        Its breaker trips, its scans and batches are forgotten, the slots that it filled are freed.
+        The end of a process that served is logged and counted as a restart.
+        """
         tier = self._state.tiers[index]
         served = tier.child.up
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
-        self._give_up_slots(tier)  # also slots whose order was forgotten by `_start_over`
+        self._give_up_slots(tier)  # by the slot tables: `_start_over` may have forgotten the orders
         for namespace in self._state.open_namespaces:
-            namespace.table.slots.lane_lost(tier.writer)
+            namespace.table.slots.writer_lost(tier.writer)
         tier.process_ended()
         if served:
             tier.child.last_error = reason

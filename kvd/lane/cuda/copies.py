@@ -219,7 +219,7 @@ class BatchCopy:
             *((pointer,) if self.returns_index else ()),
             pointer,  # stream
         )(_address_of("cuMemcpyBatchAsync", since))
-        self._attributes = [_attributes(order, overlap=overlap) for order in ("STREAM", "ANY")]
+        self._attributes = [_copy_attributes(order, overlap=overlap) for order in ("STREAM", "ANY")]
         # The attributes hold from copy 0 on. The driver reads `_first_copy`, writes `_wrong_copy`.
         self._first_copy, self._wrong_copy = ctypes.c_size_t(0), ctypes.c_size_t(0)
         first = ctypes.addressof(self._first_copy)
@@ -370,11 +370,17 @@ def _address_of(name: str, since: int) -> int:
     return int(address)
 
 
-def _attributes(order: str, *, overlap: bool) -> Any:
+def _copy_attributes(source_order: str, *, overlap: bool) -> Any:
+    """Return CUmemcpyAttributes.
+
+    Args:
+        source_order: "STREAM": sources are read in the stream's order; "ANY": at any time.
+        overlap: prefer copy engines.
+    """
     cuda = bindings()
     attributes = cuda.CUmemcpyAttributes()
     attributes.srcAccessOrder = getattr(
-        cuda.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}"
+        cuda.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{source_order}"
     )
     attributes.flags = int(
         overlap and cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE

@@ -16,7 +16,7 @@ from kvd.errors import TierError
 from kvd.tier.disk import slabs
 from kvd.tier.disk.directory import DiskDirectory
 from kvd.tier.disk.slabs import MAX_SLOTS, Slab
-from kvd.tier.disk.slots import SlotIndex, TakenSlot, rebuild, split
+from kvd.tier.disk.slots import SlotIndex, TakenSlot, place_of, rebuild, split
 from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _BUDGET_PART = 64
 _MAX_SLAB_BYTES = 2**30
 _MAX_SLABS = 1024
 _LEAST_PART = 4
-_RETRY_PUTS = 64  # puts and gets before the next search for room, which is slow with many slabs
+_RETRY_CALLS = 64  # puts and gets before the next search for room, which is slow with many slabs
 _PAUSE_SECONDS = 1.0  # after an I/O error, and between checks of the floor
 
 
@@ -121,7 +121,9 @@ class SlotAllocator:
         self._last_warning = ""
         self._pause_until = 0.0
         self._next_floor_check = 0.0
-        self._full_until: dict[int, int] = {}  # by slot size: the sequence of the next search
+        self._next_search: dict[
+            int, int
+        ] = {}  # by slot size: the sequence of the next one for room
         self._next_number = max([0, *self._directory.slab_numbers()]) + 1
 
     def shrink(self) -> int:
@@ -198,7 +200,7 @@ class SlotAllocator:
             if not missing:
                 return taken
             with self._lock:
-                ahead = min(_MAX_AHEAD, self._index.ring(slot_bytes).num_slots // _AHEAD_PART)
+                ahead = min(_MAX_AHEAD, self._index.size_class(slot_bytes).num_slots // _AHEAD_PART)
                 victims = self._index.evict(slot_bytes, missing + ahead)
             # Otherwise a crash could leave another chunk's bytes under a record.
             self._erase(victims)
@@ -225,9 +227,10 @@ class SlotAllocator:
                 slab.erase_records(slot, count)
 
     def _make_room(self, slot_bytes: int, *, urgent: bool = False) -> bool:
-        """Create a slab of slots of this size, perhaps in place of an older slab of another size.
+        """Create a slab of slots of this size, if need be in place of idle slabs of other sizes.
 
-        `urgent`: eviction freed too few slots, so search for room even if the last search failed.
+        Does nothing for a while after an I/O error, and after a search that found no room unless
+        `urgent`: eviction freed too few slots.
 
         Returns:
             Whether there are free slots now.
@@ -238,15 +241,15 @@ class SlotAllocator:
         with self._growing:
             while True:
                 with self._lock:
-                    ring = self._index.ring(slot_bytes)
-                    if ring.free:  # another thread has created a slab
+                    size_class = self._index.size_class(slot_bytes)
+                    if size_class.free:  # another thread has created a slab, or freed slots
                         return True
                 if time.monotonic() < self._pause_until:
                     return False
                 if (
-                    ring.slabs
+                    size_class.slabs
                     and not urgent
-                    and self._index.sequence < self._full_until.get(slot_bytes, 0)
+                    and self._index.sequence < self._next_search.get(slot_bytes, 0)
                 ):
                     return False
                 num_slots, reason = self._affordable_slots(slot_bytes)
@@ -257,7 +260,7 @@ class SlotAllocator:
                     if slab is not None:
                         self._index.drop(slab)
                 if slab is None:
-                    self._full_until[slot_bytes] = self._index.sequence + _RETRY_PUTS
+                    self._next_search[slot_bytes] = self._index.sequence + _RETRY_CALLS
                     self._warn(reason)
                     return False
                 self.discard(slab)
@@ -266,7 +269,7 @@ class SlotAllocator:
         """Return how many slots a new slab can have; if 0, also a warning, empty if none is due."""
         with self._lock:
             budget_left = self._budget - self._index.nbytes
-            is_first = not self._index.ring(slot_bytes).slabs
+            is_first = not self._index.size_class(slot_bytes).slabs
         free = self._directory.filesystem_bytes()[1] - self._floor
         limit = min(budget_left, free)
         target = max(1, min(self._target_bytes // slot_bytes, MAX_SLOTS - 1))
@@ -312,7 +315,7 @@ class SlotAllocator:
 
     def discard(self, slab: Slab) -> None:
         """Unlink the files of a dropped slab; close them once nothing reads or writes there."""
-        self._full_until.clear()
+        self._next_search.clear()
         with contextlib.suppress(OSError):  # the slab is dropped in any case
             slabs.remove(self._directory.fd, slab.number)
         self._retired.append(slab)
@@ -332,9 +335,9 @@ class SlotAllocator:
             self._last_warning = text
 
 
-def _adjacent(taken: Sequence[TakenSlot]) -> Iterator[tuple[Slab, int, int]]:
+def _adjacent(slots: Sequence[TakenSlot]) -> Iterator[tuple[Slab, int, int]]:
     """Yield runs of adjacent slots: slab, first slot, count."""
-    ordered = sorted(taken, key=lambda item: (item[0].number, item[1]))
+    ordered = sorted(slots, key=lambda pair: place_of(pair[0].number, pair[1]))
     begin = 0
     while begin < len(ordered):
         slab, slot = ordered[begin]

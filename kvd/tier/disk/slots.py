@@ -1,6 +1,6 @@
 """The index of chunks by slot, its rebuild from records, and the eviction policy. No I/O.
 
-Slots of one size form a ring over their slabs, on which CLOCK evicts: its hand takes slots of
+Slots of one size form a size class over their slabs, on which CLOCK evicts: its hand takes slots of
 chunks not accessed since its last visit, and passes over the others once. CLOCK is FIFO with lazy
 promotion (Yang et al., "FIFO can be better than LRU: the power of lazy promotion and quick
 demotion", HotOS 2023). So adjacent slots are freed together, and written in one call.
@@ -34,7 +34,10 @@ _MAX_SPARED = 4096  # accessed chunks that one call passes over, since the lock 
 KeyPlaces: TypeAlias = dict[bytes, int]
 """Places by key; see `place_of`."""
 TakenSlot: TypeAlias = tuple[Slab, int]
-"""A slot taken for writing: its slab, which may be dropped meanwhile, and its number there."""
+"""A BUSY slot: its owner writes a chunk into it, or erases its record and frees it.
+
+Its slab, which may be dropped meanwhile, and its number there.
+"""
 
 
 def place_of(slab: int, slot: int) -> int:
@@ -48,7 +51,7 @@ def split(place: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Ring:
+class SizeClass:
     """The slots of one size: slabs in order of creation, free places, CLOCK's hand."""
 
     slabs: list[Slab] = field(default_factory=list)
@@ -108,19 +111,21 @@ class SlotIndex:
         self.spaces = dict(spaces or {})
         self.nbytes = sum(slab.nbytes for slab in slabs)
         self.sequence = max((slab.used for slab in slabs), default=0)
-        self._rings: dict[int, Ring] = {}
+        self._size_classes: dict[int, SizeClass] = {}
         self._readers: dict[int, int] = {}
         self._dropped: dict[bytes, list[bytes]] = {}
         for slab in slabs:
-            ring = self._rings.setdefault(slab.slot_bytes, Ring())
-            ring.add(slab)
+            size_class = self._size_classes.setdefault(slab.slot_bytes, SizeClass())
+            size_class.add(slab)
             states = np.frombuffer(slab.states, "u1")
-            ring.free.extend((place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist())
-        for ring in self._rings.values():
-            latest = max(ring.slabs, key=lambda slab: slab.used)
+            size_class.free.extend(
+                (place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist()
+            )
+        for size_class in self._size_classes.values():
+            latest = max(size_class.slabs, key=lambda slab: slab.used)
             is_held = np.frombuffer(latest.states, "u1") == HELD
             slot = int(np.argmax(np.where(is_held, latest.records["sequence"], 0)))
-            ring.set_hand(place_of(latest.number, slot))
+            size_class.set_hand(place_of(latest.number, slot))
 
     # ------------------------------------------------------------ usage
 
@@ -140,9 +145,11 @@ class SlotIndex:
         """Add a new slab; all of its slots are free."""
         self.slabs[slab.number] = slab
         self.nbytes += slab.nbytes
-        ring = self._rings.setdefault(slab.slot_bytes, Ring())
-        ring.add(slab)
-        ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.num_slots)))
+        size_class = self._size_classes.setdefault(slab.slot_bytes, SizeClass())
+        size_class.add(slab)
+        size_class.free.extend(
+            range(place_of(slab.number, 0), place_of(slab.number, slab.num_slots))
+        )
         slab.used = self.sequence
 
     def drop(self, slab: Slab) -> None:
@@ -153,9 +160,9 @@ class SlotIndex:
         if self.slabs.pop(slab.number, None) is None:
             return
         self.nbytes -= slab.nbytes
-        self._rings[slab.slot_bytes].remove(slab)
-        if not self._rings[slab.slot_bytes].slabs:
-            del self._rings[slab.slot_bytes]
+        self._size_classes[slab.slot_bytes].remove(slab)
+        if not self._size_classes[slab.slot_bytes].slabs:
+            del self._size_classes[slab.slot_bytes]
         for slot in range(slab.num_slots):
             if slab.states[slot] == HELD:
                 self._forget(slab, slot)
@@ -167,7 +174,7 @@ class SlotIndex:
         If room is needed for slots of `for_slot_bytes`, their slabs are exempt, and others must
         have been used before the chunk that the hand of these slots comes to next.
         """
-        limit = self._next_use(self.ring(for_slot_bytes))
+        limit = self._next_use(self.size_class(for_slot_bytes))
         slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != for_slot_bytes)
         idle = [slab for slab in slabs if not slab.pins]
         oldest = min(idle, key=lambda slab: slab.used, default=None)
@@ -175,11 +182,14 @@ class SlotIndex:
             return None
         return oldest
 
-    def _next_use(self, ring: Ring) -> int | None:
+    def _next_use(self, size_class: SizeClass) -> int | None:
         """Return the sequence of the chunk that the hand comes to next; None if there is none."""
-        slot = ring.hand_slot
+        slot = size_class.hand_slot
         # The hand's slab comes last again, for the slots before the hand.
-        for slab in (*ring.slabs[ring.hand_slab :], *ring.slabs[: ring.hand_slab + 1]):
+        for slab in (
+            *size_class.slabs[size_class.hand_slab :],
+            *size_class.slabs[: size_class.hand_slab + 1],
+        ):
             held_slot = slab.states.find(HELD, slot)
             if held_slot >= 0:
                 return slab.record(held_slot).sequence
@@ -188,24 +198,26 @@ class SlotIndex:
 
     # ------------------------------------------------------------ slots to write
 
-    def ring(self, slot_bytes: int) -> Ring:
-        """Return the ring of this size; an empty one if there are no such slots."""
-        return self._rings.get(slot_bytes) or Ring()
+    def size_class(self, slot_bytes: int) -> SizeClass:
+        """Return the slots of this size; an empty one if there are no such slots."""
+        return self._size_classes.get(slot_bytes) or SizeClass()
 
     def take_free(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         """Take up to `count` free slots to write to, in the order in which they became free."""
-        ring = self.ring(slot_bytes)
-        return [self._take(ring.free.popleft()) for _ in range(min(count, len(ring.free)))]
+        size_class = self.size_class(slot_bytes)
+        return [
+            self._take(size_class.free.popleft()) for _ in range(min(count, len(size_class.free)))
+        ]
 
     def evict(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         """Evict up to `count` chunks, and take their slots to write to."""
-        ring = self.ring(slot_bytes)
+        size_class = self.size_class(slot_bytes)
         taken: list[TakenSlot] = []
         num_spared = 0
-        for _ in range(2 * ring.num_slots):
+        for _ in range(2 * size_class.num_slots):
             if len(taken) == count:
                 break
-            slab, slot = ring.step()
+            slab, slot = size_class.step()
             place = place_of(slab.number, slot)
             if slab.states[slot] != HELD or place in self._readers:
                 continue
@@ -308,14 +320,18 @@ class SlotIndex:
             held, or still being read.
         """
         place = self.spaces.get(space, {}).pop(key, None)
-        return None if place is None else self._release(place)
+        return None if place is None else self._take_unless_read(place)
 
     def drop_space(self, space: bytes) -> list[int]:
-        """Drop all chunks of a space; return their places, for `release` in several calls."""
+        """Drop all chunks of a space; return their places, for `take_space` in several calls."""
         return sorted(self.spaces.pop(space, {}).values())
 
-    def release(self, places: Sequence[int]) -> list[TakenSlot | None]:
-        """Take the slots at these places of a dropped space; leave those with an indexed chunk."""
+    def take_space(self, places: Sequence[int]) -> list[TakenSlot | None]:
+        """Take the slots of a dropped space's chunks, to be erased and freed.
+
+        Slots that have got an indexed chunk meanwhile are left out. None stands for a slot that is
+        still read: `unpin` returns it later.
+        """
         taken: list[TakenSlot | None] = []
         for place in places:
             number, slot = split(place)
@@ -323,10 +339,11 @@ class SlotIndex:
             if slab is not None and slab.states[slot] == HELD:
                 space, key = slab.owner(slot)
                 if self.spaces.get(space, {}).get(key) != place:
-                    taken.append(self._release(place))
+                    taken.append(self._take_unless_read(place))
         return taken
 
-    def _release(self, place: int) -> TakenSlot | None:
+    def _take_unless_read(self, place: int) -> TakenSlot | None:
+        """Take a slot whose chunk is not indexed; if it is read, mark it DOOMED instead."""
         if place not in self._readers:
             return self._take(place)
         number, slot = split(place)
@@ -335,7 +352,7 @@ class SlotIndex:
 
     def _set_free(self, slab: Slab, slot: int) -> None:
         slab.states[slot] = FREE
-        self._rings[slab.slot_bytes].free.append(place_of(slab.number, slot))
+        self._size_classes[slab.slot_bytes].free.append(place_of(slab.number, slot))
 
     def _forget(self, slab: Slab, slot: int) -> None:
         """Remove the chunk of a slot from the index, and report its key as dropped."""

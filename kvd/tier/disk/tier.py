@@ -292,7 +292,7 @@ class DiskTier(TierBackend):
             places = self._index.drop_space(space.id)
         for begin in range(0, len(places), _MAX_KEYS):
             with self._lock:
-                taken = self._index.release(places[begin : begin + _MAX_KEYS])
+                taken = self._index.take_space(places[begin : begin + _MAX_KEYS])
             self._allocator.free(taken)
 
     def open_space(self, space: Space) -> None:

@@ -86,7 +86,8 @@ def _may_begin(scheduler: Scheduler, keys: list[bytes], results: list[LookupResu
 def settled_figures(scheduler: Scheduler) -> Figures:
     """Return what the daemon's tiers have done, once their queues are empty.
 
-    A status without tiers came too late and is requested again.
+    After `SETTLE_SECONDS` the figures are returned as they are. A status is empty if the daemon did
+    not answer in time; it is requested again.
     """
     end = time.monotonic() + SETTLE_SECONDS
     while True:
