@@ -67,7 +67,7 @@ def faults_told(bench: TierBench) -> list[str]:
 PLACES: dict[str, tuple[type, str]] = {
     "a get's answer": (Promotion, "get_ended"),
     "a put's answer": (Demotion, "put_ended"),
-    "what is sought": (Promotion, "_sorted"),
+    "what is sought": (Promotion, "_take_by_tier"),
     "orders of gets": (Promotion, "_get_all"),
     "orders of puts": (Demotion, "_put"),
     "a look": (Tiering, "_check_liveness"),
