@@ -1,4 +1,4 @@
-"""Write the table of docs/vllm.md from docs/models.json: what a block of each model is in memory.
+"""Write the table of docs/layouts.md from docs/models.json: what a block of each model is in memory.
 
 Run `make docs` after a change there. A test compares the file with what this module would write.
 """
@@ -11,7 +11,7 @@ from kvd.plan.figures import SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.text import format_size
 
-PAGE = Path(__file__).with_name("vllm.md")
+PAGE = Path(__file__).with_name("layouts.md")
 MODELS = Path(__file__).with_name("models.json")
 BEGIN = "<!-- generated from here by docs/generate_models.py -->\n"
 END = "<!-- to here -->\n"
