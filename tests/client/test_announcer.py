@@ -21,11 +21,17 @@ from hypothesis.stateful import (
 )
 
 from kvd_client import announcer as announcer_module
-from kvd_client.announcer import Announcer
-from kvd_client.block_chains import Announcement, BlockId, RemovedBlocks, StoredBlocks
+from kvd_client.announcer import MAX_REMEMBERED_REMOVALS, Announcer
+from kvd_client.block_chains import (
+    Announcement,
+    BlockChains,
+    BlockId,
+    RemovedBlocks,
+    StoredBlocks,
+    members,
+)
 from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description
-from tests.client.integrity import check_announcer
 
 BLOCK_SIZE = 2
 NODES = 14
@@ -64,6 +70,34 @@ def ids_of(announcement: Announcement) -> list[BlockId]:
     """The blocks that are announced."""
     group, in_tiers = announcement.group, announcement.in_tiers
     return [(group, in_tiers, block_hash) for block_hash in announcement.hashes]
+
+
+def check_announcer(announcer: Announcer) -> None:
+    """Chunks and blocks name each other; removals are bounded, and of what is not announced."""
+    check_chains(announcer._chains)
+    chunks = {*announcer._memory.values(), *announcer._tiers.values()}
+    assert len(chunks) == len(announcer)
+    holders = {(block, chunk) for block in announcer._chains for chunk in members(block.holders)}
+    assert holders == {(block, chunk) for chunk in chunks for block in chunk.blocks}
+    removals = announcer._removals.keys()
+    assert len(removals) <= MAX_REMEMBERED_REMOVALS
+    assert not removals & {(group, in_tiers, each) for group, each, in_tiers in announcer.announced}
+
+
+def check_chains(chains: BlockChains) -> None:
+    """Parents know their children, every block has a holder, and no chain has a gap."""
+    groups = chains._groups.values()
+    assert all(any(group.media) for group in groups)
+    assert {(block.group.number, block.parent, block) for block in chains if block.parent} == {
+        (group.number, parent, block)
+        for group in groups
+        for parent, some in group.children.items()
+        for block in members(some)
+    }
+    for block in chains:
+        assert block.holders is not None
+        assert block.is_described == (block.parent is not None)
+        assert block.has_chain or not block.chained
 
 
 class CountingRouter:

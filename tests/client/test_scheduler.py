@@ -1,11 +1,25 @@
-"""The scheduler's session and its lookups against a fake daemon."""
+"""The scheduler's session, its lookups, and chunks in tiers below memory."""
 
 import select
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
+from kvd.cache.tier_table import TierTable
+from kvd_client import (
+    NO_TIER,
+    TIER_UNKNOWN,
+    Label,
+    LookupResult,
+    Scheduler,
+    TierInfo,
+    UsageError,
+    Worker,
+    session,
+)
+from kvd_client.decisions import REREQUEST_SECONDS
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     MAX_KEYS,
@@ -23,7 +37,8 @@ from kvd_proto.messages import (
     Step,
 )
 from tests.client.conftest import frozen
-from tests.client.fake_daemon import NUM_SLOTS, SECONDS, FakeDaemon
+from tests.client.fake_daemon import NUM_SLOTS, SECONDS, USABLE, FakeDaemon
+from tests.client.test_steps import steps, wait_steps
 from tests.waiting import DEADLINE, eventually
 
 
@@ -187,10 +202,8 @@ def test_nonsense_from_the_daemon_ends_the_session(
     daemon.wait_for(Hello, 2)
 
 
-def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
+def test_arguments_above_their_bounds_are_refused(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
-    with pytest.raises(UsageError, match="49 bytes"):
-        scheduler.lookup(b"x" * 49)
     with pytest.raises(UsageError, match="keys in one call"):
         scheduler.request_promotion([b"k"] * (MAX_KEYS + 1))
     with pytest.raises(UsageError, match=r"found=2: .* 0 to 1"):
@@ -199,40 +212,21 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
         Scheduler(runtime_dir / ("x" * 100), "e")
 
 
-def test_closed_raises(scheduler: Scheduler) -> None:
-    """A closed scheduler says so, and may be closed again."""
-    scheduler.close()
-    scheduler.close()
-    for call in (
-        lambda: scheduler.lookup(b"k"),
-        lambda: scheduler.prepare_store([b"k"]),
-        lambda: scheduler.complete_load(LoadTicket()),
-        scheduler.status,
-    ):
-        with pytest.raises(UsageError, match="closed"):
-            call()
-
-
-# ------------------------------------- what an event loop is told: every change, and none too early
-
-
-def wait_for_news(scheduler: Scheduler) -> None:
-    """As an event loop does, which looks at nothing before it is told."""
-    assert select.select([scheduler], [], [], SECONDS)[0]
-    assert scheduler.take_ready()
-
-
-def test_news_come_with_what_they_tell_of(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+def test_an_event_loop_is_told_of_every_change_and_of_none_too_early(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
     scheduler.fileno()
     scheduler.take_ready()  # what has happened until now
     for _ in range(10):
-        daemon.attach()
-        wait_for_news(scheduler)
-        assert scheduler.lookup(b"ready") is LookupResult.HIT
-        daemon.notify(Detached(reason="rank 0 is gone"))
-        wait_for_news(scheduler)
-        assert scheduler.lookup(b"ready") is LookupResult.MISS
+        for change, result in (
+            (daemon.attach, LookupResult.HIT),
+            (lambda: daemon.notify(Detached(reason="rank 0 is gone")), LookupResult.MISS),
+        ):
+            change()
+            assert select.select([scheduler], [], [], SECONDS)[0]
+            assert scheduler.take_ready()
+            assert scheduler.lookup(b"ready") is result
 
 
 def test_cached_blocks_are_those_that_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -256,11 +250,6 @@ def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions tell when they are closed and not before, and wait for the answer."""
     monkeypatch.setattr(session, "REPORT_SECONDS", 3600.0)
     monkeypatch.setattr(session, "LAST_REPORT_SECONDS", DEADLINE)
-
-
-def last_told(daemon: FakeDaemon) -> Lookups | None:
-    """What the daemon was told last."""
-    return daemon.wait_for(Ping)[-1].lookups
 
 
 @pytest.mark.usefixtures("told_at_the_end")
@@ -295,5 +284,100 @@ def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
             other.attach(scheduler)
             scheduler.count_tokens(7, 0)
             scheduler.close()
-            told = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
-            assert last_told(other) == told
+            last = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
+            assert other.wait_for(Ping)[-1].lookups == last
+
+
+DISK = TierInfo(name="disk", medium="disk", shared=False)
+SHARED = TierInfo(name="mooncake", medium="remote", shared=True)
+
+
+@pytest.fixture
+def table(daemon: FakeDaemon, stepping: Scheduler) -> TierTable:
+    """What the daemon's two tiers hold, the second one shared; the scheduler is attached."""
+    daemon.tiers = (DISK, SHARED)
+    daemon.attach(stepping)
+    assert daemon.directory is not None
+    assert daemon.directory.tiers is not None
+    return daemon.directory.tiers
+
+
+def set_usable(table: TierTable, tier: int, usable: bool) -> None:
+    """Set whether a tier is."""
+    table.set_health(tier, USABLE._replace(usable=usable))
+
+
+def test_the_first_usable_tier_that_has_all_blocks_is_named(
+    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at a window's edge has only some; without a count all of the rest are needed."""
+    monkeypatch.setattr("kvd_proto.tier_table.ABSENT_MS", 3_600_000)
+    for key, tier, first, count in (
+        *((b"both", 0, 0, 2), (b"both", 1, 0, 2), (b"only disk", 0, 0, 2)),
+        *((b"edge", 0, 1, 1), (b"head", 0, 0, 1), (b"ready in part", 0, 0, 2)),
+    ):
+        table.hold(key, tier, first, count, 0)
+    find = stepping.find_tier
+    assert (find(b"both"), find(b"only disk")) == (0, 0)
+    assert find(b"edge") == find(b"head") == find(b"edge", 0, 1) == NO_TIER
+    assert find(b"edge", 1) == find(b"edge", 1, 1) == 0
+    # The daemon promotes no chunk that is READY, with whatever blocks: a wait would be in vain.
+    daemon.make_ready(b"ready in part", 1, 1)
+    assert (find(b"ready in part"), find(b"ready in part", 1, 1)) == (NO_TIER, 0)
+    # The shared tier may have any chunk of which it has not said lately that it has not.
+    assert find(b"k") == TIER_UNKNOWN
+    table.mark_absent(b"k", time.monotonic())
+    assert (find(b"k"), find(b"other")) == (NO_TIER, TIER_UNKNOWN)
+    set_usable(table, 0, usable=False)
+    assert (find(b"both"), find(b"only disk")) == (1, NO_TIER)
+    set_usable(table, 1, usable=False)
+    assert find(b"other") == NO_TIER
+
+
+def test_without_tiers_nothing_is_below_and_nothing_is_sought(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Nor while the engine is not attached, or a reset has no answer yet."""
+
+    def nothing() -> bool:
+        return (
+            stepping.tiers == ()
+            and stepping.find_tier(b"k") == NO_TIER
+            and stepping.tier_status(0) is None
+            and stepping.request_promotion([b"k"]) == 0
+        )
+
+    assert nothing()
+    daemon.attach(stepping)
+    assert nothing()
+    stepping.end_step()
+    assert steps(daemon) == []
+    daemon.tiers = (DISK, SHARED)
+    daemon.notify(Detached(reason="as the test says"))
+    eventually(lambda: not stepping.attached)
+    daemon.attach(stepping)
+    assert stepping.find_tier(b"k") == TIER_UNKNOWN
+    daemon.freeze()
+    stepping.reset(0)
+    assert nothing()
+    daemon.thaw()
+
+
+def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
+    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is looked for; once loaded it may have gone again."""
+    del table
+    clock = SimpleNamespace(now=100.0)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("kvd_client.scheduler.time", fake_time)
+    assert stepping.request_promotion([b"a", b"ready"]) == 2
+    clock.now += REREQUEST_SECONDS - 0.1
+    assert stepping.request_promotion([b"a", b"ready"]) == 0
+    stepping.complete_load(stepping.prepare_load([b"ready"]))
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
+    clock.now += 0.1
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert step.sought == (b"a", b"ready", b"ready", b"a")

@@ -13,8 +13,8 @@ from kvd_client import (
     UsageError,
     attachment,
 )
-from kvd_client.decisions import MIN_LOANS_WANTED
-from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
+from kvd_client.decisions import MIN_LOANS_WANTED, LoanQueue, ReuseFilter
+from kvd_proto.messages import Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -51,9 +51,6 @@ def answered(scheduler: Scheduler) -> None:
 def lent_to(ticket: StoreTicket) -> list[tuple[int, int]]:
     """The ticket's slots and generations."""
     return list(zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True))
-
-
-# ---------------------------------------------------------------------- stores
 
 
 def test_new_keys_get_slots_that_are_lent(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -151,10 +148,10 @@ def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: 
     assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 0, 1], [2, 2, 1])
 
 
-def test_a_failed_store_is_given_up_and_a_good_one_needs_no_word(
+def test_a_failed_store_is_given_up_and_a_good_one_needs_no_message(
     daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
-    """The daemon knows from its lanes what was stored."""
+    """The daemon knows from its lanes what was stored. A ticket's block that raises has failed."""
     daemon.attach(stepping)
     good, bad = stepping.prepare_store([b"good"]), stepping.prepare_store([b"bad1", b"bad2"])
     stepping.end_step()
@@ -168,24 +165,16 @@ def test_a_failed_store_is_given_up_and_a_good_one_needs_no_word(
     answered(stepping)
     expected = [LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.MISS]
     assert stepping.lookup_many([b"good", b"bad1", b"bad2"]) == expected
-    assert stepping.prepare_store([b"bad1"]).answers == (ACCEPTED,)
-
-
-def test_a_ticket_drops_what_is_unfinished_when_its_block_raises(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """In the step that began it: the daemon is told of the beginning, then of the end."""
-    daemon.attach(stepping)
-    with pytest.raises(OSError, match="no"), stepping.prepare_store([b"k"]):
+    with pytest.raises(OSError, match="no"), stepping.prepare_store([b"bad1"]):
         raise OSError("no")
-    stepping.end_step()
-    begun, dropped = wait_steps(daemon, 2)
-    assert (begun.keys, begun.dropped) == ((b"k",), ())
-    assert (dropped.keys, dropped.dropped) == ((), (b"k",))
+    stepping.end_step()  # the daemon reads the beginning before the end
+    begun, dropped = wait_steps(daemon, 4)[2:]
+    assert (begun.keys, begun.dropped) == ((b"bad1",), ())
+    assert (dropped.keys, dropped.dropped) == ((), (b"bad1",))
 
 
 def test_a_key_is_stored_at_its_nth_offer(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """The daemon says how often; two offers in one call are one."""
+    """The daemon says how often; two offers in one call are one. The latest keys are remembered."""
     daemon.reuse_threshold = 3
     daemon.attach(stepping)
     for _ in range(2):
@@ -197,9 +186,9 @@ def test_a_key_is_stored_at_its_nth_offer(daemon: FakeDaemon, stepping: Schedule
     assert (step.not_yet, step.refused) == (4, 1)
     answered(stepping)
     assert stepping.prepare_store([b"k", b"k"]).answers == (ACCEPTED, PENDING)
-
-
-# ----------------------------------------------------------------------- loads
+    reuse = ReuseFilter(2, capacity=3)
+    assert not any(reuse.admit(key) for key in (b"a", b"b", b"c", b"d"))
+    assert (len(reuse), reuse.admit(b"a"), reuse.admit(b"d")) == (3, False, True)
 
 
 def test_a_load_pins_what_it_finds(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -261,9 +250,6 @@ def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
             assert [step.dropped for step in told] == [(), ()]
 
 
-# ----------------------------------------------------------------------- steps
-
-
 def test_the_keeper_sends_what_was_left_behind(
     daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,24 +262,54 @@ def test_the_keeper_sends_what_was_left_behind(
     assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
 
 
-def test_what_is_too_much_for_a_message_leaves_early(
+@pytest.mark.parametrize("use", ["load", "store"])
+def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
+    daemon: FakeDaemon, stepping: Scheduler, use: str
+) -> None:
+    """One that is offered and there after all others; one that this step loads not at all."""
+    daemon.lendable = [0, 100]
+    daemon.attach(stepping)
+    if use == "load":
+        assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+    else:
+        assert stepping.prepare_store([b"ready"]).answers == (PRESENT,)
+    assert stepping.prepare_store([b"k"]).slots.tolist() == [100]
+    assert stepping.lookup(b"ready") is LookupResult.HIT
+    last = stepping.prepare_store([b"l"])
+    assert last.slots.tolist() == ([] if use == "load" else [0])
+
+
+def test_the_slot_of_a_chunk_is_kept_until_the_step_that_pins_it_is_answered(
     daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
-    """Too many keys or requests for one step: the daemon would refuse it, and end the session."""
+    """Given away in a later step, its store would be lost: the pin ends the loan."""
+    daemon.lendable = [0]
     daemon.attach(stepping)
-    many = keys_of(40_000)
-    stepping.request_finished(many)
-    stepping.request_finished(many)
+    answer = threading.Event()
+
+    def read_late(message: Step) -> Message:
+        assert answer.wait(DEADLINE)
+        return daemon.step(message)
+
+    daemon.replies[Step] = read_late
+    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
     stepping.end_step()
-    for _ in range(MAX_FINISHED + 10):
-        stepping.request_finished([b"ready"])
-    stepping.end_step()
-    told = wait_steps(daemon, 4)
-    assert [len(step.used) for step in told[:2]] == [40_000, 40_000]
-    assert [len(step.used_counts) for step in told[2:]] == [MAX_FINISHED, 10]
+    ticket = stepping.prepare_store([b"k"])
+    answer.set()
+    assert ticket.answers == (FULL,)
 
 
-# ----------------------------------------------------------------------- loans
+def test_a_queue_of_loans_has_the_latest_of_a_slot_and_leaves_pinned_chunks_alone() -> None:
+    """Answers may be read out of order; the daemon may have refused a pin that it has answered."""
+    loans = LoanQueue()
+    for answer in ([(3, 5)], [(3, 6), (4, 7)], [(4, 2)]):
+        loans.add(answer)
+    assert [loans.take(lambda *_: True, {3}) for _ in range(2)] == [(4, 7), None]
+    loans.add([(6, 5)])
+    assert [loans.take(lambda *_: True) for _ in range(2)] == [(3, 6), (6, 5)]
+    loans.add([(7, 5)])
+    loans.clear()
+    assert loans.take(lambda *_: True) is None
 
 
 def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
