@@ -79,45 +79,11 @@ def test_every_call_of_the_worker_may_fail_once(fakecuda: FakeCuda, tmp_path: Pa
 
 
 @pytest.mark.fakecuda
-@pytest.mark.parametrize(
-    ("rule", "scenario"),
-    [
-        (
-            scenarios.a_stream_waits_for_the_last_number_on_another,
-            scenarios.numbers_are_reached_when_the_stream_is_there,
-        ),
-        (
-            scenarios.the_stream_writes_the_number_at_its_turn,
-            scenarios.numbers_are_reached_when_the_stream_is_there,
-        ),
-        (
-            scenarios.a_write_counts_when_it_is_marked,
-            scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
-        ),
-        (
-            scenarios.a_page_is_let_go_when_nothing_will_write_to_it,
-            scenarios.a_page_that_is_written_to_later_stays,
-        ),
-        (
-            scenarios.an_address_is_asked_about_with_a_context_current,
-            scenarios.a_thread_without_a_context_shares_memory,
-        ),
-        (
-            scenarios.segments_keep_their_order,
-            scenarios.a_storage_of_several_allocations_is_its_segments,
-        ),
-        (
-            scenarios.memory_that_is_not_wanted_is_let_go,
-            scenarios.memory_that_was_taken_back_is_freed,
-        ),
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_every_rule_is_missed(
-    rule: Callable[[], None], scenario: Callable[[], None], fakecuda: FakeCuda
-) -> None:
+@pytest.mark.parametrize("rule", scenarios.RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_is_missed(rule: Callable[[], None], fakecuda: FakeCuda) -> None:
     """Without the rule the scenario, which succeeds with it, fails."""
-    done = fakecuda.run(scenarios.run, rule.__name__, scenario.__name__, DEVICES=2)
+    names = rule.__name__, scenarios.RULES[rule].__name__
+    done = fakecuda.run(scenarios.run, *names, DEVICES=2)
     assert done.returncode == 1
     signs = "AssertionError", "error 700", "CUDA_ERROR_INVALID_CONTEXT"
     assert any(sign in done.stderr for sign in signs), done.stderr

@@ -1,7 +1,6 @@
 """Memory that another process can map: numpy, torch, the control page."""
 
 import errno
-import mmap
 import os
 
 import msgspec
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from kvd_client import HostMemory, UnsupportedMemory, UsageError
-from kvd_client.memory import Memory
 from kvd_client.registration import register_message
 from kvd_client.timeline import ControlPage
 from kvd_client.torch_memory import BlockTensor, share_torch
@@ -18,32 +16,19 @@ from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.descriptors import open_on
 
 
-def mapped(memory: Memory) -> mmap.mmap:
-    """The memory as another process sees it."""
-    (fd,) = memory.fds
-    return mmap.mmap(fd, memory.offset + memory.nbytes)
-
-
-def cannot_shrink(fd: int) -> bool:
-    """The kernel refuses to shorten this file."""
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    return True
-
-
 def test_memory_that_is_shared_cannot_be_shortened() -> None:
-    """The kernel refuses for new memory, the control page and tensors of torch, gone ones too."""
+    """New memory, the control page, tensors of torch, gone ones too, and files made elsewhere.
+
+    One that may not be sealed is refused with what to use.
+    """
     memory, page = HostMemory.allocate(8192), ControlPage()
     shared = share_torch([torch.zeros(4, 8)])
-    for fd in (memory.fd, page.fd, *shared.memory[0].fds):
-        assert cannot_shrink(fd)
-
-
-def test_memory_made_elsewhere_is_sealed_where_that_can_be() -> None:
-    """A memory file that may be sealed is; one that may not be is refused with what to use."""
-    fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 4096)
-    assert cannot_shrink(HostMemory(fd, 4096).fd)
+    theirs = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(theirs, 4096)
+    sealed = HostMemory(theirs, 4096)
+    for fd in (memory.fd, page.fd, *shared.memory[0].fds, sealed.fd):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
     fd = os.memfd_create("theirs")
     os.ftruncate(fd, 4096)
     with pytest.raises(UnsupportedMemory, match=r"could be shortened.*MFD_ALLOW_SEALING"):
@@ -91,7 +76,8 @@ def test_torch_views_follow_in_place() -> None:
     assert shared.storages == (4 * 6 * 8 * 2,)
     assert torch.equal(tensor, before)
     view[0] = 0x0201
-    assert mapped(shared.memory[0])[96:98] == b"\x01\x02"
+    (fd,) = shared.memory[0].fds
+    assert os.pread(fd, 2, shared.memory[0].offset + 96) == b"\x01\x02"
     assert int(other[1, 0, 0]) == 1
     assert shared.tensors == (
         TensorSpec(storage=0, offset=0, page_bytes=48, block_stride=96),
@@ -139,27 +125,28 @@ def test_refused_tensors_are_not_moved() -> None:
 
 
 class CudaTensor(torch.Tensor):
-    """Stands in for a CUDA tensor: its shape and device."""
-
-    @staticmethod
-    def make(*shape: int, index: int = 0) -> torch.Tensor:
-        """A tensor of bytes on CUDA device `index`."""
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            CudaTensor, shape, dtype=torch.uint8, device=torch.device("cuda", index)
-        )
-        return made
+    """The shape and device of a CUDA tensor, with which nothing is computed."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: object) -> object:
-        """Nothing is computed with it."""
+        """Refuse."""
         raise NotImplementedError(call)
+
+
+def cuda_tensor(index: int) -> torch.Tensor:
+    """A tensor of bytes on CUDA device `index`."""
+    device = torch.device("cuda", index)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        CudaTensor, (2, 2), dtype=torch.uint8, device=device
+    )
+    return made
 
 
 def test_tensors_of_one_worker_are_on_one_device() -> None:
     """The CPU and a GPU, or two GPUs, are refused before anything is shared."""
     good = torch.zeros(2, 2)
     with pytest.raises(UsageError, match=r"tensors\[1\] is on cuda:0, tensors\[0\] on cpu"):
-        share_torch([good, CudaTensor.make(2, 2)])
+        share_torch([good, cuda_tensor(0)])
     assert not good.untyped_storage().is_shared()
     with pytest.raises(UsageError, match="is on cuda:1"):
-        share_torch([CudaTensor.make(2, 2), CudaTensor.make(2, 2, index=1)])
+        share_torch([cuda_tensor(0), cuda_tensor(1)])
