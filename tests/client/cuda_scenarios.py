@@ -371,12 +371,13 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
         until(timeline, numbers[-1])
 
     with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
-        for action in (
+        actions: list[Callable[[], None]] = [
             lambda: other.submit(DeviceMemory.at, plain, SIZE).result().close(),
             lambda: other.submit(DeviceMemory.at, exported, SIZE).result().close(),
             copies,
             signal,
-        ):
+        ]
+        for action in actions:
             try:
                 action()
             except CudaError as error:

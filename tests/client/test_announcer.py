@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvd_client import announcer as announcer_module
-from kvd_client.announcer import MAX_REMEMBERED_REMOVALS, Announcer
+from kvd_client.announcer import Announcer
 from kvd_client.block_chains import (
     Announcement,
     BlockChains,
@@ -80,8 +80,10 @@ def check_announcer(announcer: Announcer) -> None:
     holders = {(block, chunk) for block in announcer._chains for chunk in members(block.holders)}
     assert holders == {(block, chunk) for chunk in chunks for block in chunk.blocks}
     removals = announcer._removals.keys()
-    assert len(removals) <= MAX_REMEMBERED_REMOVALS
-    assert not removals & {(group, in_tiers, each) for group, each, in_tiers in announcer.announced}
+    assert len(removals) <= announcer_module.MAX_REMEMBERED_REMOVALS
+    assert not removals & {
+        (group, in_tiers, block) for group, block, in_tiers in announcer.announced
+    }
 
 
 def check_chains(chains: BlockChains) -> None:
@@ -529,11 +531,6 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def below(first: int = 0) -> ChunkLocation:
-    """A chunk in tiers, without some of its four blocks."""
-    return ChunkLocation(NO_SLOT, 0, first, 4 - first, 0)
-
-
 def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -546,31 +543,18 @@ def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_de
     announcer.announce(Differences({key_of(place.slot): place for place in places}))
     found.clear()
     announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
-    told = announcer.announce(
-        Differences(stored_in_tiers={key_of(node): below() for node in range(3)})
-    )
-    tokens = [each.tokens for each in told if isinstance(each, StoredBlocks)]
+    in_tiers = {key_of(node): ChunkLocation(NO_SLOT, 0, 0, 4, 0) for node in range(3)}
+    announced = announcer.announce(Differences(stored_in_tiers=in_tiers))
+    tokens = [stored.tokens for stored in announced if isinstance(stored, StoredBlocks)]
     assert tokens == [b"", tokens_of([1]), tokens_of([2])]
-
-
-def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:
-    """Chunks of one block, each the parent of the next, announced from the last one on."""
-    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(length)]
-    described = {
-        place: describe([place.slot], place.slot - 1 if place.slot else None) for place in places
-    }
-    announcer = Announcer(described.get)
-    for place in reversed(places):
-        announcer.announce(Differences({key_of(place.slot): place}))
-    while announcer.waiting:
-        announcer.announce(Differences())
-    return announcer, places
 
 
 def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round, until the blocks are announced again, and a bounded number."""
     monkeypatch.setattr(announcer_module, "MAX_REMEMBERED_REMOVALS", 3)
-    announcer, places = announced_chain(5)
+    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(5)]
+    announcer = Announcer({place: describe([place.slot], None) for place in places}.get)
+    announcer.announce(Differences({key_of(place.slot): place for place in places}))
     announcer.announce(Differences(removed=[key_of(node) for node in range(5)]))
     announcer.announce(Differences({key_of(3): places[3]}))
     for _ in range(2):

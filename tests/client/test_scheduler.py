@@ -219,11 +219,11 @@ def test_an_event_loop_is_told_of_every_change_and_of_none_too_early(
     scheduler.fileno()
     scheduler.take_ready()  # what has happened until now
     for _ in range(10):
-        for change, result in (
-            (daemon.attach, LookupResult.HIT),
-            (lambda: daemon.notify(Detached(reason="rank 0 is gone")), LookupResult.MISS),
-        ):
-            change()
+        for result in (LookupResult.HIT, LookupResult.MISS):
+            if result is LookupResult.HIT:
+                daemon.attach()
+            else:
+                daemon.notify(Detached(reason="rank 0 is gone"))
             assert select.select([scheduler], [], [], SECONDS)[0]
             assert scheduler.take_ready()
             assert scheduler.lookup(b"ready") is result

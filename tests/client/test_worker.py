@@ -172,7 +172,7 @@ def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker
     assert not worker.registered
     assert not worker.wait_attached(0.0)
     daemon.hold_jobs = False
-    daemon.restart_lane()
+    daemon.start_lane()
     assert worker.wait_attached(SECONDS)
     assert not results(worker)[0].success
     assert worker.submit(Load, 1, JOB)
@@ -262,8 +262,7 @@ def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
     daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
-    daemon.cut()
-    daemon.lose()
+    daemon.cut(loses_jobs=True)
     (result,) = results(worker)
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
     assert "connection to the lane was lost" in result.text
@@ -315,7 +314,8 @@ def test_a_lane_that_takes_no_connection_is_asked_less_often_and_its_reason_is_s
     eventually(lambda: "too few files are left" in lack(worker))
     for _ in range(100):
         worker.get_finished()
-    assert daemon.call(lambda: daemon.lane_limits["open_files"]) == 1
+    assert daemon.lane is not None
+    assert daemon.lane.limits["open_files"] == 1
 
 
 def lack(worker: Worker) -> str:
