@@ -21,9 +21,6 @@ from kvd_client import (
     CudaError,
     DeviceMemory,
     HostMemory,
-    JobBlocks,
-    KvdClientError,
-    Store,
     Timeline,
     UnsupportedMemory,
     UsageError,
@@ -386,38 +383,6 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     timeline.set_signals(None)
     page.close()
     return errors
-
-
-def no_failure_of_the_driver_leaves_a_worker_that_is_registered() -> None:
-    """A function that fails, whichever and however, refuses a registration or a number.
-
-    Everything else that an engine calls goes through: a job of no number is not submitted.
-    """
-    cuda.use_device()
-    address, stream = allocated(2 * SIZE), cuda.new_stream()
-    names = sorted(name for name in functions_named(cuda_driver) if hasattr(driver, name))
-    failures = itertools.product(names, FAILURES, (False, True))
-    refusals = Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="kvd-") as path, FakeDaemon(Path(path)):
-        for name, failure, is_registered in failures:
-            worker = Worker(path, "engine", 0, 1, deadline=DEADLINE)
-            if is_registered:
-                register(worker, address)
-            with failing(name, None, failure):
-                try:
-                    if not is_registered:
-                        register(worker, address)
-                    after = worker.timeline.signal_on(stream)
-                except KvdClientError:
-                    refusals[name] += 1
-                else:
-                    worker.submit(Store, 1, JobBlocks.of([1], [1, 0], [0, 0], [0], [1]), after)
-                worker.wait([1], DEADLINE)
-                worker.get_finished()
-                worker.unregister()
-                worker.close()
-    assert refusals["cuMemHostRegister"] == len(FAILURES)  # of registrations alone
-    assert refusals["cuStreamWriteValue64"] == 2 * len(FAILURES)
 
 
 def a_capture_in_another_thread_goes_on() -> None:

@@ -235,7 +235,12 @@ class FakeDaemon:
 
     def disconnect(self) -> None:
         """Close the broker's connections; it lives, and takes others."""
-        self.call(lambda: [self._server.end(session.client) for session in self.sessions])
+
+        def end() -> None:
+            for session in self.sessions:
+                self._server.end(session.client)
+
+        self.call(end)
 
     def kill_lane(self) -> None:
         """End the lane process."""

@@ -54,7 +54,6 @@ def test_worker_on_the_test_driver(fakecuda: FakeCuda) -> None:
         # Its first call fails, with and without a name for the error.
         (NEVER_STARTS, {"FAIL": "cuInit:1:999"}),
         (NEVER_STARTS, {"FAIL": f"cuInit:1:{scenarios.UNKNOWN_CODE}"}),
-        (scenarios.no_failure_of_the_driver_leaves_a_worker_that_is_registered, {}),
     ],
     ids=lambda part: getattr(part, "__name__", ""),
 )

@@ -160,6 +160,7 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
         daemon.replies[Register] = good
         assert worker.register([memory], LAYOUT, FINGERPRINT)
         assert len(daemon.wait_for(Register)) == 3
+        assert worker.unregister()
 
 
 def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker: Worker) -> None:
@@ -430,7 +431,7 @@ def test_a_daemon_that_does_not_let_go_loses_the_session(
 def test_memory_that_is_taken_back_while_it_is_registered_is_let_go(
     daemon: FakeDaemon, memory: HostMemory
 ) -> None:
-    """The registration is on its way; once it holds, it is undone."""
+    """The registration is on its way; once it holds, it is undone, and the next one is made."""
     asked, answer = threading.Event(), threading.Event()
     registered = daemon.replies[Register]
 
@@ -441,15 +442,21 @@ def test_memory_that_is_taken_back_while_it_is_registered_is_let_go(
 
     daemon.replies[Register] = late
     with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
-        threading.Thread(
-            target=worker.register, args=([memory], LAYOUT, FINGERPRINT), daemon=True
-        ).start()
+
+        def register() -> None:
+            worker.register([memory], LAYOUT, FINGERPRINT)
+
+        threading.Thread(target=register, daemon=True).start()
         assert asked.wait(SECONDS)
         assert not worker.unregister(timeout=0.0)
+        again = threading.Thread(target=register, daemon=True)
+        again.start()
+        eventually(lambda: worker.device)
         answer.set()
-        daemon.wait_for(Unregister)
-        assert worker.unregister()
-        assert not worker.registered
+        again.join(SECONDS)
+        until_registered(worker, value=True)
+        kinds = [type(m) for m in daemon.received if isinstance(m, (Register, Unregister))]
+        assert kinds == [Register, Unregister, Register]
 
 
 def test_close_ends_the_waiting_of_other_threads(runtime_dir: Path) -> None:
