@@ -426,6 +426,7 @@ def test_a_daemon_that_does_not_let_go_loses_the_session(
     with FakeDaemon(daemon.runtime_dir) as second:
         until_registered(worker, True)
         assert len(second.wait_for(Register)) == 1
+        assert worker.unregister()
 
 
 def test_memory_that_is_taken_back_while_it_is_registered_is_let_go(
