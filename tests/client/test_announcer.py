@@ -498,7 +498,7 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
+def test_chunks_on_their_way_to_tiers_keep_descriptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of so many chunks that have left."""

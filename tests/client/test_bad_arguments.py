@@ -37,6 +37,7 @@ from kvd_client import (
     UsageError,
     Worker,
 )
+from kvd_client.changes import ChunkLocation
 from kvd_client.torch_memory import BlockTensor, share_torch
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import FakeDaemon
@@ -122,6 +123,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "scheduler.reset": {"timeout": 1.0},
     "scheduler.wait_attached": {"timeout": 0.0},
     "scheduler.take_changes": {"limit": 100},
+    "scheduler.description": {"location": ChunkLocation(0, 1, 0, 1, 0)},
     "new_worker": {
         "runtime_dir": "/nowhere",
         "engine": "e",
@@ -153,6 +155,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "share_torch": {"tensors": [torch.zeros(8, 64)]},
 }
 """Functions, and arguments that are served."""
+NEVER_CLOSED = {"scheduler.tier_status", "scheduler.description", "worker.timeline.signal"}
 NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is wrong
 
 
@@ -193,7 +196,7 @@ def test_what_is_closed_says_so(rig: Rig) -> None:
         session.close()
         session.close()
     counts = {name for name in CALLS if ".count_" in name or "seconds" in name}
-    for name in CALLS.keys() - counts - {"scheduler.tier_status", "worker.timeline.signal"}:
+    for name in CALLS.keys() - counts - NEVER_CLOSED:
         if name.startswith(("scheduler", "worker", "submit", "load")):
             with pytest.raises(UsageError, match="closed"):
                 attrgetter(name)(rig)(**CALLS[name])

@@ -1,6 +1,5 @@
 """Changes: readers say what lookups find at any interleaving with the writer, over all daemons."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,8 @@ from kvd_client import Scheduler, scheduler_session
 from kvd_client import changes as module
 from kvd_client.changes import ChangeReader, ChunkLocation, Differences
 from kvd_client.scheduler_session import ABSENT_SECONDS, ChangeSource, PublishedChanges
-from kvd_proto.descriptions import (
-    Description,
-    encode,
-    pack_header,
-    pack_record,
-    record_offset,
-)
 from kvd_proto.messages import Message, Reset, ResetDone
-from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
+from tests.client.fake_daemon import FakeDaemon
 from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations
 from tests.waiting import DEADLINE, eventually
 
@@ -305,20 +297,6 @@ def test_a_reset_takes_all_back(daemon: FakeDaemon, scheduler: Scheduler) -> Non
     assert scheduler.reset()
     eventually(lambda: scheduler.attached)
     assert all_changes(scheduler) == ({b"after"}, {b"ready"})
-
-
-def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Of a chunk that was found its description is read, of one that is gone none."""
-    found = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
-    daemon.descriptions = fd = os.memfd_create("descriptions")
-    os.pwrite(fd, pack_header(RECORD_BYTES), 0)
-    os.pwrite(fd, pack_record(0, 1, encode(found)), record_offset(0, RECORD_BYTES))
-    assert scheduler.description(ChunkLocation(0, 1, 0, 1, 0)) is None
-    daemon.attach(scheduler)
-    where = scheduler.take_changes().stored[b"ready"]
-    assert scheduler.description(where) == found
-    assert scheduler.description(where._replace(generation=2)) is None
-    os.close(fd)
 
 
 def test_a_long_absence_takes_all_back() -> None:

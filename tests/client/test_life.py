@@ -177,7 +177,7 @@ def denied(daemon: FakeDaemon) -> Iterator[str]:
 
 @needs_root
 @pytest.mark.skipif(GROUP is None, reason="there is no other group")
-def test_a_process_that_may_not_connect_learns_why_and_what_to_do_at_once(
+def test_who_may_not_connect_learns_why_and_the_remedy(
     daemon: FakeDaemon, memory: HostMemory, denied: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By each call that waits, and once by the log, which also says when it may; no restart."""

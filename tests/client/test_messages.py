@@ -34,9 +34,7 @@ def describing(daemon: FakeDaemon) -> Iterator[Scheduler]:
     os.close(fd)
 
 
-def test_a_step_says_what_requests_used_missed_and_left_out(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_step_reports_uses_misses_and_gaps(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Requests in order, with prompt and label; a label that comes later; nothing for no keys."""
     daemon.attach(stepping)
     stepping.request_finished([b"a", b"b", b"c"], prompt=2, label=Label.DONE)
@@ -55,9 +53,7 @@ def test_a_step_says_what_requests_used_missed_and_left_out(
     assert (step.missed, step.unstored) == ((b"e", b"f"), (b"g",))
 
 
-def test_what_is_too_much_for_a_message_leaves_early(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_too_much_for_a_message_leaves_early(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Too many keys or requests for one step: the daemon would refuse it, and end the session."""
     daemon.attach(stepping)
     many = keys_of(40_000)
@@ -72,9 +68,7 @@ def test_what_is_too_much_for_a_message_leaves_early(
     assert [len(step.used_counts) for step in told[2:]] == [MAX_FINISHED, 10]
 
 
-def test_keys_before_one_whose_description_raises_are_told_all_the_same(
-    daemon: FakeDaemon, describing: Scheduler
-) -> None:
+def test_keys_before_a_description_that_raises(daemon: FakeDaemon, describing: Scheduler) -> None:
     """Their stores begin in the daemon and end there; this engine has no slot left over."""
 
     def describe(number: int) -> bytes:
@@ -92,9 +86,7 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     assert describing.prepare_store([b"c"], descriptions=[b"of c"]).answers == (ACCEPTED,)
 
 
-def test_more_than_a_message_takes_waits_for_a_later_step(
-    daemon: FakeDaemon, describing: Scheduler
-) -> None:
+def test_too_many_descriptions_wait_for_a_step(daemon: FakeDaemon, describing: Scheduler) -> None:
     """What was told before leaves first; of one call alone the keys that do not fit are FULL."""
     largest = bytes(MAX_DESCRIPTION_BYTES)
     fit = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
@@ -110,7 +102,7 @@ def test_more_than_a_message_takes_waits_for_a_later_step(
     assert describing.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
 
 
-def test_a_notice_without_its_descriptors_detaches(daemon: FakeDaemon, stepping: Scheduler) -> None:
+def test_a_notice_without_descriptors_detaches(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """With a directory alone, where descriptions are kept, the session is not attached."""
     daemon.attach(stepping)
     message = Attached(

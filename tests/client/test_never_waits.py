@@ -52,9 +52,7 @@ def step(scheduler: Scheduler, name: str) -> None:
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
 
 
-def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
-    daemon: FakeDaemon, patient: Scheduler
-) -> None:
+def test_what_waits_for_a_daemon_is_bounded(daemon: FakeDaemon, patient: Scheduler) -> None:
     """So many messages are on their way; what comes then is collected, and told as one."""
     daemon.freeze()
     for i in range(200):

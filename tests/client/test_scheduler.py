@@ -109,9 +109,7 @@ def test_frozen_daemon_costs_who_waits_one_deadline(daemon: FakeDaemon, quiet: S
     assert len(quiet.prepare_store([b"a", b"b"])) == 2
 
 
-def test_a_reset_that_is_not_answered_in_time_is_asked_once(
-    daemon: FakeDaemon, quiet: Scheduler
-) -> None:
+def test_a_reset_without_an_answer_is_sent_once(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """Nothing is found until the daemon has answered, late as it may be; then it is over."""
     found(daemon, quiet)
     with frozen(daemon, quiet):
@@ -162,7 +160,7 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
-def test_a_session_that_the_daemon_ends_connects_again(
+def test_a_session_that_was_ended(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the daemon's reason."""
@@ -212,9 +210,7 @@ def test_arguments_above_their_bounds_are_refused(scheduler: Scheduler, runtime_
         Scheduler(runtime_dir / ("x" * 100), "e")
 
 
-def test_an_event_loop_is_told_of_every_change_and_of_none_too_early(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
+def test_an_event_loop_hears_of_changes(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
     scheduler.fileno()
     scheduler.take_ready()  # what has happened until now
@@ -253,7 +249,7 @@ def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("told_at_the_end")
-def test_a_session_tells_before_it_leaves(
+def test_lookups_are_reported_at_the_end(
     daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
 ) -> None:
     """The last lookups are told by `close`; without any, as in a worker, there is nothing to."""
@@ -267,7 +263,7 @@ def test_a_session_tells_before_it_leaves(
 
 
 @pytest.mark.usefixtures("told_at_the_end")
-def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
+def test_tokens_without_a_daemon_are_reported(
     daemon: FakeDaemon,
 ) -> None:
     """Each once, as part of all tokens; of the others only those of its own session."""
@@ -334,9 +330,7 @@ def test_the_first_usable_tier_that_has_all_blocks_is_named(
     assert find(b"other") == NO_TIER
 
 
-def test_without_tiers_nothing_is_below_and_nothing_is_sought(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_without_tiers_nothing_is_sought(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Nor while the engine is not attached, or a reset has no answer yet."""
 
     def nothing() -> bool:

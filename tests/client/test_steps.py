@@ -53,21 +53,6 @@ def lent_to(ticket: StoreTicket) -> list[tuple[int, int]]:
     return list(zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True))
 
 
-def test_new_keys_get_slots_that_are_lent(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """The slots are on loan to this engine; the step tells the daemon which key has which."""
-    daemon.attach(stepping)
-    loans = set(daemon.lent())
-    assert len(loans) == MIN_LOANS_WANTED
-    ticket = stepping.prepare_store([b"a", b"b"])
-    assert (ticket.keys, ticket.answers) == ((b"a", b"b"), (ACCEPTED, ACCEPTED))
-    assert set(ticket.slots.tolist()) < loans
-    assert steps(daemon) == []
-    stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    told = zip(step.slots.numpy().tolist(), step.generations.numpy().tolist(), strict=True)
-    assert (step.keys, list(told)) == (ticket.keys, lent_to(ticket))
-
-
 def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Every key has its answer, of which the daemon is told; one that was begun is pending.
 
@@ -80,6 +65,7 @@ def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: 
     assert ticket.keys == (b"new",)
     pending = [LookupResult.HIT_PENDING, LookupResult.MISS]
     assert stepping.lookup_many([b"new", b"other"]) == pending
+    assert steps(daemon) == []
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
     assert step.keys == (b"mine", b"new")
@@ -148,9 +134,7 @@ def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: 
     assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 0, 1], [2, 2, 1])
 
 
-def test_a_failed_store_is_given_up_and_a_good_one_needs_no_message(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_failed_store_is_given_up(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The daemon knows from its lanes what was stored. A ticket's block that raises has failed."""
     daemon.attach(stepping)
     good, bad = stepping.prepare_store([b"good"]), stepping.prepare_store([b"bad1", b"bad2"])
@@ -263,7 +247,7 @@ def test_the_keeper_sends_what_was_left_behind(
 
 
 @pytest.mark.parametrize("use", ["load", "store"])
-def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
+def test_slots_of_used_chunks_are_taken_last(
     daemon: FakeDaemon, stepping: Scheduler, use: str
 ) -> None:
     """One that is offered and there after all others; one that this step loads not at all."""
@@ -279,9 +263,7 @@ def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
     assert last.slots.tolist() == ([] if use == "load" else [0])
 
 
-def test_the_slot_of_a_chunk_is_kept_until_the_step_that_pins_it_is_answered(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_pinned_slot_stays_until_the_answer(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Given away in a later step, its store would be lost: the pin ends the loan."""
     daemon.lendable = [0]
     daemon.attach(stepping)
@@ -299,7 +281,7 @@ def test_the_slot_of_a_chunk_is_kept_until_the_step_that_pins_it_is_answered(
     assert ticket.answers == (FULL,)
 
 
-def test_a_queue_of_loans_has_the_latest_of_a_slot_and_leaves_pinned_chunks_alone() -> None:
+def test_loans_are_the_latest_and_not_pinned() -> None:
     """Answers may be read out of order; the daemon may have refused a pin that it has answered."""
     loans = LoanQueue()
     for answer in ([(3, 5)], [(3, 6), (4, 7)], [(4, 2)]):
@@ -341,9 +323,7 @@ def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) 
     assert len(scheduler.prepare_store(keys_of(200))) == 200
 
 
-def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_reset_brings_new_loans(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Who stores right after it is served; tickets of before it drop nothing."""
     daemon.attach(stepping)
     assert daemon.directory is not None
@@ -359,9 +339,7 @@ def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
     assert (first.keys, second.keys, second.dropped) == ((b"k",), (b"k",), ())
 
 
-def test_a_detached_engine_has_no_loans_and_owes_nothing(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_detached_engine_owes_nothing(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Its stores and leases ended with the attachment; the next one begins with nothing."""
     daemon.attach(stepping)
     load, store = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
@@ -379,9 +357,7 @@ def test_a_detached_engine_has_no_loans_and_owes_nothing(
     assert steps(daemon) == []
 
 
-def test_a_step_that_came_too_late_for_its_attachment_is_void(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_step_after_the_attachment_is_void(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The daemon has detached the engine, and says so next: the session goes on."""
     daemon.attach(stepping)
     daemon.replies[Step] = lambda _: Error(code=ErrorCode.NOT_READY, text="it has left")

@@ -86,7 +86,7 @@ def silent_lane(daemon: FakeDaemon, worker: Worker, place: Path, *, full: bool) 
     listening.close()
 
 
-def test_a_lane_that_does_not_accept_the_connection(
+def test_a_lane_that_accepts_no_connection(
     daemon: FakeDaemon, worker: Worker, runtime_dir: Path
 ) -> None:
     """What is submitted is kept, up to the connection's bound, and refused from there on."""
