@@ -44,6 +44,7 @@ class Listener:
             self.view.meanwhile = meanwhile or []
         differences = self.reader.take(limit)
         assert differences.last_locations.keys() <= differences.stored_in_tiers.keys()
+        assert self.view is not None or not differences.stored
         _apply(self.told, differences.stored, differences.removed)
         _apply(self.below, differences.stored_in_tiers, differences.removed_from_tiers)
         return differences

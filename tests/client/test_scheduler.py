@@ -63,17 +63,6 @@ def ask_everything(scheduler: Scheduler) -> None:
     assert scheduler.status() == {}
 
 
-def found(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Attach the engine, and wait until it finds a chunk."""
-    daemon.attach()
-    eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
-
-
-def until(scheduler: Scheduler, *, connected: bool) -> None:
-    """Wait until the session has noticed."""
-    eventually(lambda: scheduler.connected is connected)
-
-
 def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """After ATTACHED, lookups answer from shared memory and send nothing."""
     assert not scheduler.attached
@@ -89,29 +78,36 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
     assert by_caller == [Hello, Step]  # the step asks for loans
 
 
-def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
-    """Without a daemon every call comes to nothing, without waiting for a deadline."""
+def test_without_a_daemon_that_greets_every_lookup_misses(runtime_dir: Path) -> None:
+    """One that accepts and never greets holds the constructor up for one deadline at most."""
     with Scheduler(runtime_dir, "engine", deadline=60.0) as scheduler:
         ask_everything(scheduler)
         assert not scheduler.connected
         assert not scheduler.wait_attached(0.01)
+    with FakeDaemon(runtime_dir) as daemon:
+        daemon.freeze()
+        with Scheduler(runtime_dir, "engine", deadline=0.1) as scheduler:
+            ask_everything(scheduler)
+            daemon.thaw()
+            eventually(lambda: scheduler.connected)
 
 
 def test_frozen_daemon_costs_who_waits_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """After one deadline everything is a miss at once, until the daemon begins a new session."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert quiet.status() == {}
         assert not quiet.connected
         ask_everything(quiet)
     daemon.wait_for(Hello, 2)
-    found(daemon, quiet)
+    daemon.attach(quiet)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)  # once a reset has its answer
     assert len(quiet.prepare_store([b"a", b"b"])) == 2
 
 
 def test_a_reset_without_an_answer_is_sent_once(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """Nothing is found until the daemon has answered, late as it may be; then it is over."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01)
         assert quiet.lookup(b"ready") is LookupResult.MISS
@@ -123,7 +119,7 @@ def test_a_reset_without_an_answer_is_sent_once(daemon: FakeDaemon, quiet: Sched
 
 def test_a_reset_during_another_one_is_made_after_it(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """The answer to an earlier one does not count: what was stored meanwhile goes, too."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01)
         eventually(lambda: quiet._connection and quiet._connection._awaited)
@@ -151,34 +147,21 @@ def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> 
             assert meanwhile == [True, LookupResult.MISS]
 
 
-def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
-    """A daemon that accepts and never greets holds the constructor up for one deadline at most."""
-    daemon.freeze()
-    with Scheduler(daemon.runtime_dir, "engine", deadline=0.1) as scheduler:
-        ask_everything(scheduler)
-        daemon.thaw()
-        until(scheduler, connected=True)
-
-
-def test_a_session_that_was_ended(
+def test_refusal_comes_to_nothing(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the daemon's reason."""
-    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
-    daemon.wait_for(Hello, 2)
-    until(scheduler, connected=True)
-    assert "others want its place" in caplog.text
-    assert scheduler.status()
-
-
-def test_refusal_comes_to_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """A refused request comes to nothing, and the session goes on."""
+    """The session goes on after a refused request; after one that the daemon ends comes another."""
     good = daemon.replies[Status]
     daemon.replies[Status] = lambda _: Error(code=ErrorCode.INTERNAL, text="no")
     assert scheduler.status() == {}
     daemon.replies[Status] = good
     assert scheduler.status()
     assert len(daemon.wait_for(Hello)) == 1
+    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
+    daemon.wait_for(Hello, 2)
+    eventually(lambda: scheduler.connected)
+    assert "others want its place" in caplog.text
+    assert scheduler.status()
 
 
 @pytest.mark.parametrize(
@@ -273,10 +256,10 @@ def test_tokens_without_a_daemon_are_reported(
         daemon.attach(scheduler)
         scheduler.count_tokens(100, 48)
         daemon.kill()
-        until(scheduler, connected=False)
+        eventually(lambda: not scheduler.connected)
         scheduler.count_tokens(20, 0)
         with FakeDaemon(daemon.runtime_dir) as other:
-            until(scheduler, connected=True)
+            eventually(lambda: scheduler.connected)
             other.attach(scheduler)
             scheduler.count_tokens(7, 0)
             scheduler.close()
