@@ -87,7 +87,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
     cuda.use_device()
     base = allocated(3 * SIZE)
     memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
-    message, kept = registered(*memory)
+    message, descriptors = registered(*memory)
     name = memory[0].ipc
     assert len(name) == 64
     assert message.handles == (
@@ -95,7 +95,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
         IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
     )
     assert message.device == "cuda:fa4ecda0000040008000000000000000"
-    assert kept.fds == ()
+    assert descriptors.fds == ()
     assert "IPC handle" in repr(memory[0])
     memory[0].close()
     with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
@@ -157,13 +157,13 @@ def a_storage_of_several_allocations_is_its_segments() -> None:
         DeviceMemory.at(made.address + whole - SIZE, whole + 2 * SIZE),
         DeviceMemory.at(made.address + 2 * whole + SIZE, SIZE),
     ]
-    message, kept = registered(*memory)
+    message, descriptors = registered(*memory)
     first, second, third = (VmmSegment(fd_index=n, nbytes=whole) for n in (1, 2, 3))
     assert message.handles == (
         VmmHandle(segments=(first, second, third), offset=whole - SIZE),
         VmmHandle(segments=(third,), offset=SIZE),
     )
-    for number, fd in enumerate(kept.fds):  # a descriptor of the test driver is a file
+    for number, fd in enumerate(descriptors.fds):  # a descriptor of the test driver is a file
         made.write(bytes([number + 1]) * 64, number * whole)
         assert os.pread(fd, 64, 0) == bytes([number + 1]) * 64
 
@@ -329,7 +329,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     opened = open_files()
     for name in sorted(functions & calls.keys()):
         for number, failure in itertools.product(range(1, calls[name] + 1), FAILURES):
-            kept = len(timelines._NOT_CLOSED)
+            num_open = len(timelines._NOT_CLOSED)
             with failing(name, number, failure):
                 errors = life(plain, exported, streams)
             if failure == 999:
@@ -341,7 +341,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
             assert all(text.endswith(cause) for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
-            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > kept, name
+            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > num_open, name
             assert open_files() <= opened + len(timelines._NOT_CLOSED), name
     assert life(plain, exported, streams) == []
 

@@ -448,8 +448,8 @@ class FakeDaemon:
                 self._to_worker(client.owner, header.request_id, reply)
 
     def _finish(self, status: JobStatus) -> None:
-        held, self._held = self._held, []
-        for token, request_id, job in held:
+        jobs, self._held = self._held, []
+        for token, request_id, job in jobs:
             done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
             self._to_worker(token, request_id, done)
 

@@ -197,8 +197,8 @@ def test_pages_are_found_where_a_node_with_them_was_stored(
                 blocks[run.key] = run.blocks
                 for i in range(run.num_pages):
                     content[run.key, run.block + i] = first + run.page + i
-    found = cached_pages(KEYS, pages_per_chunk, blocks.get)
-    assert {page for page in range(PAGES) if found[page]} == stored
+    is_cached = cached_pages(KEYS, pages_per_chunk, blocks.get)
+    assert {page for page in range(PAGES) if is_cached[page]} == stored
     runs = cached_prefix(KEYS[at:], pages_per_chunk, blocks.get)
     gap = next((page for page in range(at, PAGES) if page not in stored), PAGES)
     read = [content[run.key, run.block + i] for run in runs for i in range(run.num_pages)]
@@ -207,10 +207,10 @@ def test_pages_are_found_where_a_node_with_them_was_stored(
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
-def test_windows_end_where_their_pages_are(found: list[bool], size: int) -> None:
+def test_windows_end_where_their_pages_are(is_cached: list[bool], size: int) -> None:
     """A length counts where its last pages are there, all of them where it is shorter."""
-    expected = {n for n in range(1, len(found) + 1) if all(found[max(0, n - size) : n])}
-    assert window_ends(found, size) == expected
+    expected = {n for n in range(1, len(is_cached) + 1) if all(is_cached[max(0, n - size) : n])}
+    assert window_ends(is_cached, size) == expected
 
 
 FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"

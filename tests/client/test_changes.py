@@ -29,7 +29,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.reader = ChangeReader(clock=lambda: 2**63)
-        self.told: dict[bytes, ChunkLocation] = {}
+        self.published: dict[bytes, ChunkLocation] = {}
         self.below: dict[bytes, ChunkLocation] = {}
         self.view: InterruptedView | None = None
 
@@ -45,7 +45,7 @@ class Listener:
         differences = self.reader.take(limit)
         assert differences.last_locations.keys() <= differences.stored_in_tiers.keys()
         assert self.view is not None or not differences.stored
-        _apply(self.told, differences.stored, differences.removed)
+        _apply(self.published, differences.stored, differences.removed)
         _apply(self.below, differences.stored_in_tiers, differences.removed_from_tiers)
         return differences
 
@@ -59,15 +59,15 @@ class Listener:
 
 
 def _apply(
-    told: dict[bytes, ChunkLocation], stored: dict[bytes, ChunkLocation], gone: list[bytes]
+    published: dict[bytes, ChunkLocation], stored: dict[bytes, ChunkLocation], gone: list[bytes]
 ) -> None:
     """What differences of memory or of tiers make of what was told before."""
     for key in gone:
-        assert told.pop(key, None) is not None, f"{key!r} was removed, and was not said"
+        assert published.pop(key, None) is not None, f"{key!r} was removed, and was not said"
     for key, place in stored.items():
-        was = told.get(key)
+        was = published.get(key)
         assert was is None or was[:4] != place[:4], f"{key!r} was stored twice at {place}"
-        told[key] = place
+        published[key] = place
     removed = set(gone)
     assert len(removed) == len(gone), "a key was removed twice"
     assert not removed & stored.keys(), "a key was removed and stored"
@@ -125,8 +125,18 @@ class ReadersMachine(RuleBasedStateMachine):
         """A reader takes all back."""
         listener = self.listeners[reader]
         listener.reader.forget()
-        listener.told.clear()
+        listener.published.clear()
         listener.below.clear()
+
+    @rule(reader=readers)
+    def withdraw(self, reader: int) -> None:
+        """A reset or a long absence: a reader removes all that it has said."""
+        listener = self.listeners[reader]
+        self.leave(reader)
+        listener.reader.withdraw()
+        listener.settle()
+        assert not listener.published
+        assert not listener.below
 
     @rule(reader=readers, limit=st.integers(1, 12))
     def take(self, reader: int, limit: int) -> None:
@@ -158,9 +168,9 @@ class ReadersMachine(RuleBasedStateMachine):
 
     def at_rest(self, listener: Listener) -> None:
         """What one reader says, is told and finds are the same."""
-        found, below = self.changing.found(), self.changing.below()
+        in_memory, below = self.changing.found(), self.changing.below()
         listener.settle()
-        assert {key: place[:4] for key, place in listener.told.items()} == found
+        assert {key: place[:4] for key, place in listener.published.items()} == in_memory
         assert {key: place[2:4] for key, place in listener.below.items()} == below
         assert not listener.reader.take()
 
@@ -216,10 +226,10 @@ def test_a_chunk_that_stayed_is_not_taken_back() -> None:
     listener.reader.detach()
     assert not listener.take()
     listener.attach(changing)
-    told: list[Differences] = []
+    taken: list[Differences] = []
     while listener.reader.waiting:
-        told.append(listener.take(1))
-    assert [difference for difference in told if difference] == [Differences({}, [A])]
+        taken.append(listener.take(1))
+    assert [difference for difference in taken if difference] == [Differences({}, [A])]
 
 
 @pytest.mark.hypothesis

@@ -57,7 +57,7 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
     """The limit of open files is met at the second of two: the sentence names it."""
     memory = [HostMemory.allocate(LAYOUT.storages[0]) for _ in range(2)]
     layout = msgspec.structs.replace(LAYOUT, storages=LAYOUT.storages * 2)
-    duplicate, held = os.dup, open_on(memory[0].fd)
+    duplicate, before = os.dup, open_on(memory[0].fd)
 
     def dup(fd: int) -> int:
         if fd == memory[1].fd:
@@ -69,7 +69,7 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
         register_message(
             memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False
         )
-    assert open_on(memory[0].fd) == held
+    assert open_on(memory[0].fd) == before
 
 
 def test_tensors_that_torch_has_shared_before_are_refused() -> None:

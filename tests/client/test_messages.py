@@ -63,9 +63,9 @@ def test_too_much_for_a_message_leaves_early(daemon: FakeDaemon, stepping: Sched
     for _ in range(MAX_FINISHED + 10):
         stepping.request_finished([b"ready"])
     stepping.end_step()
-    told = wait_steps(daemon, 4)
-    assert [len(step.used) for step in told[:2]] == [40_000, 40_000]
-    assert [len(step.used_counts) for step in told[2:]] == [MAX_FINISHED, 10]
+    sent = wait_steps(daemon, 4)
+    assert [len(step.used) for step in sent[:2]] == [40_000, 40_000]
+    assert [len(step.used_counts) for step in sent[2:]] == [MAX_FINISHED, 10]
 
 
 def test_keys_before_a_description_that_raises(daemon: FakeDaemon, describing: Scheduler) -> None:

@@ -72,11 +72,11 @@ def test_what_waits_for_a_daemon_is_bounded(daemon: FakeDaemon, patient: Schedul
         patient.end_step()
     daemon.thaw()
 
-    def told() -> list[bytes]:
+    def used_keys() -> list[bytes]:
         patient.end_step()
         return [key for step in steps(daemon) for key in step.used]
 
-    assert len(eventually(told, lambda used: len(used) >= 200)) == 200
+    assert len(eventually(used_keys, lambda keys: len(keys) >= 200)) == 200
     assert len(steps(daemon)) < 100
 
 
@@ -124,7 +124,7 @@ def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
     else:
         for i in range(3):
             step(patient, f"k{i}")
-        eventually(lambda: steps(daemon), lambda told: any(b"k2" in step.keys for step in told))
+        eventually(lambda: steps(daemon), lambda sent: any(b"k2" in step.keys for step in sent))
     assert waiting.is_alive()
     daemon.replies[request_kind] = good
     daemon.kill()  # which ends all waiting

@@ -34,16 +34,16 @@ def steps(daemon: FakeDaemon) -> list[Step]:
 
 def wait_steps(daemon: FakeDaemon, count: int) -> list[Step]:
     """The same, once there are so many."""
-    return eventually(lambda: steps(daemon), lambda found: len(found) >= count)
+    return eventually(lambda: steps(daemon), lambda sent: len(sent) >= count)
 
 
 def answered(scheduler: Scheduler) -> None:
-    """Until everything that was told is answered, as with the next steps."""
+    """Wait until every step has its answer, which later steps take in."""
 
     def quiet() -> bool:
         scheduler.end_step()
-        there = scheduler._attachments.current
-        return there is not None and not there.connection.has_replies
+        attachment = scheduler._attachments.current
+        return attachment is not None and not attachment.connection.has_replies
 
     eventually(quiet)
 
@@ -97,10 +97,10 @@ def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: S
     A step in which nothing got a slot asks for loans: there would never be one again.
     """
     daemon.attach(stepping)
-    kept = daemon.lent()[5]
-    daemon.take_back(besides=kept)
+    valid = daemon.lent()[5]
+    daemon.take_back(besides=valid)
     ticket = stepping.prepare_store(keys_of(3))
-    assert (ticket.answers, ticket.slots.tolist()) == ((ACCEPTED, FULL, FULL), [kept])
+    assert (ticket.answers, ticket.slots.tolist()) == ((ACCEPTED, FULL, FULL), [valid])
     stepping.end_step()
     answered(stepping)
     daemon.take_back()
@@ -110,7 +110,7 @@ def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: S
     assert stepping.prepare_store([b"more"]).answers == (ACCEPTED,)
 
 
-HELD_AND_OFFERED = [
+CACHED_AND_OFFERED = [
     ((0, 2), (0, 2), PRESENT),
     ((0, 2), (1, 1), PRESENT),
     ((1, 1), (1, 1), PRESENT),
@@ -122,10 +122,10 @@ HELD_AND_OFFERED = [
 def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Where the offered blocks are all that it has and more; the daemon is told which they are."""
     daemon.attach(stepping)
-    for number, (held, offered, answer) in enumerate(HELD_AND_OFFERED):
+    for number, (cached, offered, answer) in enumerate(CACHED_AND_OFFERED):
         key = b"edge %d" % number
-        daemon.make_ready(key, *held)
-        assert stepping.prepare_store([key], [offered]).answers == (answer,), (held, offered)
+        daemon.make_ready(key, *cached)
+        assert stepping.prepare_store([key], [offered]).answers == (answer,), (cached, offered)
     stepping.prepare_store([b"a"])
     stepping.prepare_store([b"b"], [(1, 1)])
     stepping.end_step()
@@ -228,10 +228,10 @@ def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
             scheduler.end_step()
             scheduler.complete_load(new)
             scheduler.end_step()
-            told = wait_steps(other, 2)
+            sent = wait_steps(other, 2)
             assert new.lease > old.lease
-            assert [step.unpinned for step in told] == [(), (new.lease,)]
-            assert [step.dropped for step in told] == [(), ()]
+            assert [step.unpinned for step in sent] == [(), (new.lease,)]
+            assert [step.dropped for step in sent] == [(), ()]
 
 
 def test_the_keeper_sends_what_was_left_behind(
@@ -311,14 +311,14 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """It waits until they are there; where there are enough the daemon is not asked.
 
-    Of more than there are what is there is told, in time.
+    A call for more than there are returns what there is, in time.
     """
     daemon.attach(scheduler)
     assert scheduler.reserve(MIN_LOANS_WANTED) >= MIN_LOANS_WANTED
     assert len(daemon.wait_for(Step)) == 1
     assert scheduler.reserve(200) >= 200
     room = NUM_SLOTS - 2  # two chunks are there
-    assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda found: found == room)
+    assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda loans: loans == room)
     assert scheduler.reserve(NUM_SLOTS, 0.05) == room
     assert len(scheduler.prepare_store(keys_of(200))) == 200
 
@@ -411,9 +411,9 @@ def test_threads_decide_one_after_another(daemon: FakeDaemon, scheduler: Schedul
     assert len(set(loans)) == len(loans) > 0
     assert len({ticket.lease for ticket in loaded}) == len(loaded) == 120
 
-    def told() -> list[bytes]:
+    def stored_keys() -> list[bytes]:
         scheduler.end_step()  # what was too much for the line
         return [key for step in steps(daemon) for key in step.keys]
 
     accepted = sorted(key for ticket in stored for key in ticket.keys)
-    eventually(lambda: sorted(told()) == accepted)
+    eventually(lambda: sorted(stored_keys()) == accepted)
