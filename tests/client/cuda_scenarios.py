@@ -182,29 +182,26 @@ def no_more_segments_than_a_registration_can_carry() -> None:
     assert open_files() == opened
 
 
-def memory_in_absurdly_many_allocations_is_refused() -> None:
-    """Before any of them is exported."""
-    cuda.use_device()
-    made = cuda.VirtualMemory(segments=3)
-    opened = open_files()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_module, "MAX_SEGMENTS", 2)
-        with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
-            DeviceMemory.at(made.address, made.nbytes)
-    with refused(CudaError, "find the allocation of address", "NOT_FOUND"):
-        DeviceMemory.at(made.address, made.nbytes + 1)  # ends outside
-    assert open_files() == opened
-
-
-def memory_that_is_not_exportable_is_refused() -> None:
+def memory_that_cannot_be_shared_is_refused() -> None:
     """The sentence says what makes such memory and what to change; nothing stays open."""
     cuda.use_device()
     closed, fabric = (cuda.VirtualMemory(kinds=kinds) for kinds in (None, cuda.FABRIC))
+    split, page = cuda.VirtualMemory(segments=3), ControlPage()
     opened = open_files()
     with refused(UnsupportedMemory, "without a way", "--enable-sleep-mode", REMOVE):
         DeviceMemory.at(closed.address, SIZE)
     with refused(UnsupportedMemory, "to a fabric only", "NVIDIA_IMEX_CHANNELS"):
         DeviceMemory.at(fabric.address, SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module, "MAX_SEGMENTS", 2)
+        with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
+            DeviceMemory.at(split.address, split.nbytes)
+    with refused(CudaError, "find the allocation of address", "NOT_FOUND"):
+        DeviceMemory.at(split.address, split.nbytes + 1)  # ends outside
+    with pytest.raises(CudaError) as refusal:
+        DeviceMemory.at(page.address, 64)  # the host's
+    assert (refusal.value.code, refusal.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
+    assert f"{page.address:#x}" in refusal.value.attempted
     assert open_files() == opened
 
 
@@ -250,16 +247,6 @@ def memory_that_was_taken_back_is_freed() -> None:
         made.map()
         register(worker, made.address)
         until(worker.timeline, worker.timeline.signal_on(cuda.new_stream()))
-
-
-def what_is_no_device_memory_is_refused() -> None:
-    """Host addresses, and numbers that are no address or size."""
-    cuda.use_device()
-    page = ControlPage()
-    with pytest.raises(CudaError) as refusal:
-        DeviceMemory.at(page.address, 64)
-    assert (refusal.value.code, refusal.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
-    assert f"{page.address:#x}" in refusal.value.attempted
 
 
 def memory_of_one_worker_is_on_one_device() -> None:
@@ -475,32 +462,23 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
 
 
 def a_page_that_is_written_to_later_stays() -> None:
-    """Ending while a stream has yet to write neither waits nor takes the memory away."""
-    cuda.use_device()
-    page, timeline = signalled()
-    stream = held_up(allocated())
-    number = timeline.signal_on(stream)
-    timeline.set_signals(None)
-    page.close()
-    switch("hold=")
-    cuda.call("cuStreamSynchronize", stream)
-    assert page.timeline == number
+    """Ending while a stream has yet to write neither waits nor takes the memory away.
 
-
-def a_page_stays_when_a_write_is_not_marked() -> None:
-    """The stream writes, but the event after it failed: that nothing will write is not known."""
+    Nor after the event behind the write failed, so that the write's end is not known.
+    """
     cuda.use_device()
-    page, timeline = signalled()
-    stream = held_up(allocated())
-    switch("fail=cuEventRecord:1:999")
-    with refused(CudaError, "record an event"):
-        timeline.signal_on(stream)
-    switch("fail=")
-    timeline.set_signals(None)
-    page.close()
-    switch("hold=")
-    cuda.call("cuStreamSynchronize", stream)
-    assert page.timeline == 1
+    for failure in ("", "cuEventRecord:1:999"):
+        page, timeline = signalled()
+        stream = held_up(allocated())
+        switch(f"fail={failure}")
+        with refused(CudaError, "record an event") if failure else contextlib.nullcontext():
+            timeline.signal_on(stream)
+        switch("fail=")
+        timeline.set_signals(None)
+        page.close()
+        switch("hold=")
+        cuda.call("cuStreamSynchronize", stream)
+        assert page.timeline == 1
 
 
 def a_number_after_one_that_was_not_marked_waits_for_it() -> None:

@@ -24,14 +24,11 @@ IN_TURN = [  # of one process, which leave its device as it was
     scenarios.ipc_memory_is_its_allocation_and_an_offset,
     scenarios.a_storage_of_several_allocations_is_its_segments,
     scenarios.no_more_segments_than_a_registration_can_carry,
-    scenarios.memory_in_absurdly_many_allocations_is_refused,
-    scenarios.memory_that_is_not_exportable_is_refused,
-    scenarios.what_is_no_device_memory_is_refused,
+    scenarios.memory_that_cannot_be_shared_is_refused,
     scenarios.memory_that_was_taken_back_is_freed,
     scenarios.bindings_that_lack_a_constant_are_named,
     scenarios.numbers_are_reached_when_the_stream_is_there,
     scenarios.a_page_that_is_written_to_later_stays,
-    scenarios.a_page_stays_when_a_write_is_not_marked,
     scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
 ]
 NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
