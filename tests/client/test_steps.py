@@ -1,6 +1,7 @@
 """Stores and loads: decided from shared memory, and the daemon is told; no reply is waited for."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -46,11 +47,6 @@ def answered(scheduler: Scheduler) -> None:
         return attachment is not None and not attachment.connection.has_replies
 
     eventually(quiet)
-
-
-def lent_to(ticket: StoreTicket) -> list[tuple[int, int]]:
-    """The ticket's slots and generations."""
-    return list(zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True))
 
 
 def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -207,31 +203,40 @@ def test_a_chunk_that_lacks_a_block_is_not_loaded(daemon: FakeDaemon, stepping: 
         stepping.prepare_store([b"k"], [(1, BLOCKS_PER_CHUNK)])
 
 
-def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
-    """Not in another session either, so that a late ticket ends nobody else's lease."""
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as scheduler:
-        daemon.attach(scheduler)
-        old = scheduler.prepare_load([b"ready"])
-        broken = scheduler.prepare_store([b"k"])
-        scheduler.end_step()
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_new_attachment_owes_nothing(
+    daemon: FakeDaemon, stepping: Scheduler, is_killed: bool
+) -> None:
+    """Stores and leases end with their attachment; old tickets end nothing of the next one."""
+    daemon.attach(stepping)
+    old, broken = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
+    if is_killed:
+        stepping.end_step()
         daemon.kill()
-        eventually(lambda: not scheduler.attached)
-        with FakeDaemon(daemon.runtime_dir) as other:
-            other.wait_for(Hello)
-            other.attach(scheduler)
-            new = scheduler.prepare_load([b"ready"])
-            again = scheduler.prepare_store([b"k"])
-            assert again.answers == (ACCEPTED,)  # nothing of before is believed
-            scheduler.end_step()
-            scheduler.complete_load(old)
-            scheduler.complete_store(broken, success=False)
-            scheduler.end_step()
-            scheduler.complete_load(new)
-            scheduler.end_step()
-            sent = wait_steps(other, 2)
-            assert new.lease > old.lease
-            assert [step.unpinned for step in sent] == [(), (new.lease,)]
-            assert [step.dropped for step in sent] == [(), ()]
+    else:
+        daemon.notify(Detached(reason="rank 0 is gone"))
+    eventually(lambda: not stepping.attached)
+    assert not stepping.prepare_store([b"k"]).served
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    stepping.complete_load(old)
+    stepping.request_finished([b"ready"])
+    stepping.end_step()
+    with FakeDaemon(daemon.runtime_dir) if is_killed else nullcontext(daemon) as other:
+        other.wait_for(Hello)
+        other.attach(stepping)
+        new = stepping.prepare_load([b"ready"])
+        assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)  # nothing is believed
+        stepping.end_step()
+        stepping.complete_load(old)
+        stepping.complete_store(broken, success=False)
+        stepping.end_step()
+        stepping.complete_load(new)
+        stepping.end_step()
+        sent = wait_steps(other, 2)
+    assert new.lease > old.lease
+    assert [step.unpinned for step in sent] == [(), (new.lease,)]
+    assert [step.dropped for step in sent] == [(), ()]
+    assert [step.used for step in sent] == [(), ()]
 
 
 def test_the_keeper_sends_what_was_left_behind(
@@ -339,24 +344,6 @@ def test_a_reset_brings_new_loans(daemon: FakeDaemon, stepping: Scheduler) -> No
     assert (first.keys, second.keys, second.dropped) == ((b"k",), (b"k",), ())
 
 
-def test_a_detached_engine_owes_nothing(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """Its stores and leases ended with the attachment; the next one begins with nothing."""
-    daemon.attach(stepping)
-    load, store = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
-    daemon.notify(Detached(reason="rank 0 is gone"))
-    eventually(lambda: not stepping.attached)
-    assert not stepping.prepare_store([b"k"]).served
-    assert stepping.lookup(b"k") is LookupResult.MISS
-    stepping.complete_load(load)
-    stepping.request_finished([b"ready"])
-    stepping.end_step()
-    daemon.attach(stepping)
-    stepping.complete_load(load)
-    stepping.complete_store(store, success=False)
-    stepping.end_step()
-    assert steps(daemon) == []
-
-
 def test_a_step_after_the_attachment_is_void(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The daemon has detached the engine, and says so next: the session goes on."""
     daemon.attach(stepping)
@@ -407,7 +394,11 @@ def test_threads_decide_one_after_another(daemon: FakeDaemon, scheduler: Schedul
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    loans = [loan for ticket in stored for loan in lent_to(ticket)]
+    loans = [
+        loan
+        for ticket in stored
+        for loan in zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+    ]
     assert len(set(loans)) == len(loans) > 0
     assert len({ticket.lease for ticket in loaded}) == len(loaded) == 120
 
