@@ -477,15 +477,15 @@ class RoutersMachine(RuleBasedStateMachine):
         self.is_exact()
 
 
-def check_payload(told: StoredBlocks) -> None:
+def check_payload(stored: StoredBlocks) -> None:
     """Tokens and extra keys are those of the blocks."""
-    if told.tokens:
-        nodes = [each[0] - 65 for each in told.hashes]
-        assert told.tokens == tokens_of(nodes)
-        assert told.block_size == BLOCK_SIZE
-        assert told.extra == tuple((f"salt {node}",) for node in nodes)
+    if stored.tokens:
+        nodes = [block[0] - 65 for block in stored.hashes]
+        assert stored.tokens == tokens_of(nodes)
+        assert stored.block_size == BLOCK_SIZE
+        assert stored.extra == tuple((f"salt {node}",) for node in nodes)
     else:
-        assert (told.parent, told.block_size, len(told.hashes)) == (b"", 0, 1)
+        assert (stored.parent, stored.block_size, len(stored.hashes)) == (b"", 0, 1)
 
 
 @pytest.mark.hypothesis
