@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +21,6 @@ from kvd_client import (
     CudaError,
     DeviceMemory,
     HostMemory,
-    JobBlocks,
-    KvdClientError,
-    Store,
     Timeline,
     UnsupportedMemory,
     UsageError,
@@ -45,6 +42,7 @@ from kvd_proto.messages import (
 )
 from tests.client.fake_daemon import FakeDaemon
 from tests.daemon.engines import make_layout
+from tests.descriptors import open_on
 from tests.fakecuda import cudatensor as cuda
 from tests.fakecuda import harness
 from tests.fakecuda.harness import functions_named, switch
@@ -52,8 +50,6 @@ from tests.waiting import DEADLINE, eventually
 
 SIZE = 8 * 4096
 REMOVE = "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"
-
-# ---------------------------------------------------------------------- tools
 
 
 def allocated(nbytes: int = SIZE) -> int:
@@ -91,7 +87,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
     cuda.use_device()
     base = allocated(3 * SIZE)
     memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
-    message, kept = registered(*memory)
+    message, descriptors = registered(*memory)
     name = memory[0].ipc
     assert len(name) == 64
     assert message.handles == (
@@ -99,7 +95,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
         IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
     )
     assert message.device == "cuda:fa4ecda0000040008000000000000000"
-    assert kept.fds == ()
+    assert descriptors.fds == ()
     assert "IPC handle" in repr(memory[0])
     memory[0].close()
     with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
@@ -127,13 +123,6 @@ def register(worker: Worker, address: int) -> None:
         part.close()
 
 
-def is_file(entry: Path, number: int) -> bool:
-    """Whether a descriptor is open on the file of this number."""
-    with contextlib.suppress(OSError):  # closed meanwhile
-        return entry.stat().st_ino == number
-    return False
-
-
 def until(timeline: Timeline, number: int) -> None:
     """Wait until the timeline is there."""
     eventually(lambda: timeline.reached, number.__le__)
@@ -148,7 +137,8 @@ def has_marked(timeline: Timeline) -> bool:
 
 def stays(timeline: Timeline, number: int) -> None:
     """The timeline goes no further; without a rule there is time to see that it does."""
-    end = time.monotonic() + (30 if sys.argv[1] in RULES else 0.1)
+    lacks_a_rule = any(sys.argv[1] == rule.__name__ for rule in RULES)
+    end = time.monotonic() + (30 if lacks_a_rule else 0.1)
     while time.monotonic() < end:
         assert timeline.reached == number
         time.sleep(0.001)
@@ -167,13 +157,13 @@ def a_storage_of_several_allocations_is_its_segments() -> None:
         DeviceMemory.at(made.address + whole - SIZE, whole + 2 * SIZE),
         DeviceMemory.at(made.address + 2 * whole + SIZE, SIZE),
     ]
-    message, kept = registered(*memory)
+    message, descriptors = registered(*memory)
     first, second, third = (VmmSegment(fd_index=n, nbytes=whole) for n in (1, 2, 3))
     assert message.handles == (
         VmmHandle(segments=(first, second, third), offset=whole - SIZE),
         VmmHandle(segments=(third,), offset=SIZE),
     )
-    for number, fd in enumerate(kept.fds):  # a descriptor of the test driver is a file
+    for number, fd in enumerate(descriptors.fds):  # a descriptor of the test driver is a file
         made.write(bytes([number + 1]) * 64, number * whole)
         assert os.pread(fd, 64, 0) == bytes([number + 1]) * 64
 
@@ -192,29 +182,26 @@ def no_more_segments_than_a_registration_can_carry() -> None:
     assert open_files() == opened
 
 
-def memory_in_absurdly_many_allocations_is_refused() -> None:
-    """Before any of them is exported."""
-    cuda.use_device()
-    made = cuda.VirtualMemory(segments=3)
-    opened = open_files()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_module, "MAX_SEGMENTS", 2)
-        with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
-            DeviceMemory.at(made.address, made.nbytes)
-    with refused(CudaError, "find the allocation of address", "NOT_FOUND"):
-        DeviceMemory.at(made.address, made.nbytes + 1)  # ends outside
-    assert open_files() == opened
-
-
-def memory_that_is_not_exportable_is_refused() -> None:
+def memory_that_cannot_be_shared_is_refused() -> None:
     """The sentence says what makes such memory and what to change; nothing stays open."""
     cuda.use_device()
     closed, fabric = (cuda.VirtualMemory(kinds=kinds) for kinds in (None, cuda.FABRIC))
+    split, page = cuda.VirtualMemory(segments=3), ControlPage()
     opened = open_files()
     with refused(UnsupportedMemory, "without a way", "--enable-sleep-mode", REMOVE):
         DeviceMemory.at(closed.address, SIZE)
     with refused(UnsupportedMemory, "to a fabric only", "NVIDIA_IMEX_CHANNELS"):
         DeviceMemory.at(fabric.address, SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module, "MAX_SEGMENTS", 2)
+        with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
+            DeviceMemory.at(split.address, split.nbytes)
+    with refused(CudaError, "find the allocation of address", "NOT_FOUND"):
+        DeviceMemory.at(split.address, split.nbytes + 1)  # ends outside
+    with pytest.raises(CudaError) as refusal:
+        DeviceMemory.at(page.address, 64)  # the host's
+    assert (refusal.value.code, refusal.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
+    assert f"{page.address:#x}" in refusal.value.attempted
     assert open_files() == opened
 
 
@@ -252,23 +239,14 @@ def memory_that_was_taken_back_is_freed() -> None:
         Worker(path, "engine", 0, 1, deadline=DEADLINE) as worker,
     ):
         register(worker, made.address)
-        (number,) = (os.fstat(fd).st_ino for fd in worker._registration.memory.fds)
+        mine = os.dup(worker._registration.memory.fds[0])
         assert worker.unregister()
         made.unmap()
-        assert not [file for file in Path("/proc/self/fd").iterdir() if is_file(file, number)]
+        assert open_on(mine) == {mine}
+        os.close(mine)
         made.map()
         register(worker, made.address)
         until(worker.timeline, worker.timeline.signal_on(cuda.new_stream()))
-
-
-def what_is_no_device_memory_is_refused() -> None:
-    """Host addresses, and numbers that are no address or size."""
-    cuda.use_device()
-    page = ControlPage()
-    with pytest.raises(CudaError) as refusal:
-        DeviceMemory.at(page.address, 64)
-    assert (refusal.value.code, refusal.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
-    assert f"{page.address:#x}" in refusal.value.attempted
 
 
 def memory_of_one_worker_is_on_one_device() -> None:
@@ -338,7 +316,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     opened = open_files()
     for name in sorted(functions & calls.keys()):
         for number, failure in itertools.product(range(1, calls[name] + 1), FAILURES):
-            kept = len(timelines._NOT_CLOSED)
+            num_open = len(timelines._NOT_CLOSED)
             with failing(name, number, failure):
                 errors = life(plain, exported, streams)
             if failure == 999:
@@ -350,7 +328,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
             assert all(text.endswith(cause) for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
-            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > kept, name
+            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > num_open, name
             assert open_files() <= opened + len(timelines._NOT_CLOSED), name
     assert life(plain, exported, streams) == []
 
@@ -368,62 +346,30 @@ HARMLESS = {
 def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     """Memory of both kinds shared, numbers signalled: what went wrong, in words."""
     errors: list[str] = []
-    with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
-        for address in (plain, exported):
-            try:
-                other.submit(DeviceMemory.at, address, SIZE).result().close()
-            except CudaError as error:
-                errors.append(str(error))
-    try:
-        copies()
-    except CudaError as error:
-        errors.append(str(error))
     page = ControlPage()
     timeline = Timeline(page)
-    try:
+
+    def signal() -> None:
         timeline.set_signals(StreamSignals(0, page))
-        with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
-            numbers = list(other.map(timeline.signal_on, streams))
-    except CudaError as error:
-        errors.append(str(error))
-    else:
+        numbers = list(other.map(timeline.signal_on, streams))
         until(timeline, numbers[-1])
+
+    with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
+        actions: list[Callable[[], None]] = [
+            lambda: other.submit(DeviceMemory.at, plain, SIZE).result().close(),
+            lambda: other.submit(DeviceMemory.at, exported, SIZE).result().close(),
+            copies,
+            signal,
+        ]
+        for action in actions:
+            try:
+                action()
+            except CudaError as error:
+                errors.append(str(error))
     cuda.call("cuCtxSynchronize")  # a page is let go when its last event has happened
     timeline.set_signals(None)
     page.close()
     return errors
-
-
-def no_failure_of_the_driver_leaves_a_worker_that_is_registered() -> None:
-    """A function that fails, whichever and however, refuses a registration or a number.
-
-    Everything else that an engine calls goes through: a job of no number is not submitted.
-    """
-    cuda.use_device()
-    address, stream = allocated(2 * SIZE), cuda.new_stream()
-    names = sorted(name for name in functions_named(cuda_driver) if hasattr(driver, name))
-    failures = itertools.product(names, FAILURES, (False, True))
-    refusals = Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="kvd-") as path, FakeDaemon(Path(path)):
-        for name, failure, is_registered in failures:
-            worker = Worker(path, "engine", 0, 1, deadline=DEADLINE)
-            if is_registered:
-                register(worker, address)
-            with failing(name, None, failure):
-                try:
-                    if not is_registered:
-                        register(worker, address)
-                    after = worker.timeline.signal_on(stream)
-                except KvdClientError:
-                    refusals[name] += 1
-                else:
-                    worker.submit(Store, 1, JobBlocks.of([1], [1, 0], [0, 0], [0], [1]), after)
-                worker.wait([1], DEADLINE)
-                worker.get_finished()
-                worker.unregister()
-                worker.close()
-    assert refusals["cuMemHostRegister"] == len(FAILURES)  # of registrations alone
-    assert refusals["cuStreamWriteValue64"] == 2 * len(FAILURES)
 
 
 def a_capture_in_another_thread_goes_on() -> None:
@@ -516,32 +462,23 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
 
 
 def a_page_that_is_written_to_later_stays() -> None:
-    """Ending while a stream has yet to write neither waits nor takes the memory away."""
-    cuda.use_device()
-    page, timeline = signalled()
-    stream = held_up(allocated())
-    number = timeline.signal_on(stream)
-    timeline.set_signals(None)
-    page.close()
-    switch("hold=")
-    cuda.call("cuStreamSynchronize", stream)
-    assert page.timeline == number
+    """Ending while a stream has yet to write neither waits nor takes the memory away.
 
-
-def a_page_stays_when_a_write_is_not_marked() -> None:
-    """The stream writes, but the event after it failed: that nothing will write is not known."""
+    Nor after the event behind the write failed, so that the write's end is not known.
+    """
     cuda.use_device()
-    page, timeline = signalled()
-    stream = held_up(allocated())
-    switch("fail=cuEventRecord:1:999")
-    with refused(CudaError, "record an event"):
-        timeline.signal_on(stream)
-    switch("fail=")
-    timeline.set_signals(None)
-    page.close()
-    switch("hold=")
-    cuda.call("cuStreamSynchronize", stream)
-    assert page.timeline == 1
+    for failure in ("", "cuEventRecord:1:999"):
+        page, timeline = signalled()
+        stream = held_up(allocated())
+        switch(f"fail={failure}")
+        with refused(CudaError, "record an event") if failure else contextlib.nullcontext():
+            timeline.signal_on(stream)
+        switch("fail=")
+        timeline.set_signals(None)
+        page.close()
+        switch("hold=")
+        cuda.call("cuStreamSynchronize", stream)
+        assert page.timeline == 1
 
 
 def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
@@ -623,18 +560,16 @@ def memory_that_is_not_wanted_is_let_go() -> None:
     WorkerRegistration.drop = keep  # type: ignore[assignment,method-assign]  # as its stand-in
 
 
-RULES = {
-    rule.__name__
-    for rule in (
-        a_stream_waits_for_the_last_number_on_another,
-        the_stream_writes_the_number_at_its_turn,
-        a_write_counts_when_it_is_marked,
-        a_page_is_let_go_when_nothing_will_write_to_it,
-        an_address_is_asked_about_with_a_context_current,
-        segments_keep_their_order,
-        memory_that_is_not_wanted_is_let_go,
-    )
+RULES: dict[Callable[[], None], Callable[[], None]] = {
+    a_stream_waits_for_the_last_number_on_another: numbers_are_reached_when_the_stream_is_there,
+    the_stream_writes_the_number_at_its_turn: numbers_are_reached_when_the_stream_is_there,
+    a_write_counts_when_it_is_marked: a_number_after_one_that_was_not_marked_waits_for_it,
+    a_page_is_let_go_when_nothing_will_write_to_it: a_page_that_is_written_to_later_stays,
+    an_address_is_asked_about_with_a_context_current: a_thread_without_a_context_shares_memory,
+    segments_keep_their_order: a_storage_of_several_allocations_is_its_segments,
+    memory_that_is_not_wanted_is_let_go: memory_that_was_taken_back_is_freed,
 }
+"""Rules, and the scenario that fails without each."""
 
 
 def run(*names: str) -> None:

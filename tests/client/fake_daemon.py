@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.wire.server import Client, Server
@@ -61,7 +61,6 @@ BLOCKS_PER_CHUNK = 2
 OWNER, OTHER = 1, 2  # who has the slots: the one engine, and others
 SECONDS = PATIENCE
 USABLE = TierHealth(usable=True, latency_us=0, bytes_per_second=0, queued_bytes=0)
-P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
@@ -84,17 +83,6 @@ def make_directory(boot_id: bytes, tiers: int) -> tuple[int, DirectoryWriter]:
         for tier in range(tiers):
             directory.tiers.set_health(tier, USABLE)
     return fd, directory
-
-
-def in_its_thread(method: Callable[P, None]) -> Callable[P, None]:
-    """A method that runs in the daemon's thread."""
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        daemon = args[0]
-        assert isinstance(daemon, FakeDaemon)
-        daemon.call(lambda: method(*args, **kwargs))
-
-    return run
 
 
 @dataclass(eq=False)
@@ -142,7 +130,7 @@ class FakeDaemon:
             runtime_dir / "broker.sock", max_bytes=MAX_MESSAGE_BYTES, takes_descriptors=True
         )
         self._held: list[tuple[bytes, int, Job]] = []  # token, request id
-        self._lane: Server | None = None
+        self.lane: Server | None = None
         self._lifeline = (-1, -1)
         self._endpoint = ""
         self._open_lane()
@@ -200,15 +188,14 @@ class FakeDaemon:
     def attach(self, *sessions: ClientSession) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
         fd, self.directory = make_directory(self.boot_id, len(self.tiers))
+        describes = self.descriptions is not None
         message = Attached(
             namespace=NAMESPACE,
             world_size=1,
             bytes_per_chunk=4096,
             num_chunks=NUM_SLOTS,
             reuse_threshold=self.reuse_threshold,
-            description_bytes=0
-            if self.descriptions is None
-            else max_description_bytes(RECORD_BYTES),
+            description_bytes=max_description_bytes(RECORD_BYTES) if describes else 0,
             tiers=self.tiers,
         )
         self.notify(message, (fd,) if self.descriptions is None else (fd, self.descriptions))
@@ -216,61 +203,59 @@ class FakeDaemon:
         for session in sessions:
             assert session.wait_attached(SECONDS)
 
-    @in_its_thread
     def notify(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a notice to every session."""
-        for session in self.sessions:
-            self._server.send(session.client, WIRE.encode(message), fds)
+        self.call(lambda: self.send(WIRE.encode(message), fds))
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send bytes to every session, in the daemon's thread, from which this is called."""
         for session in self.sessions:
-            self._server.send(session.client, frame)
+            self._server.send(session.client, frame, fds)
 
-    @in_its_thread
     def finish(self, status: JobStatus = JobStatus.OK) -> None:
         """Answer the jobs that were held back."""
-        self._finish(status)
+        self.call(lambda: self._finish(status))
 
-    @in_its_thread
-    def lose(self) -> None:
-        """Take the jobs that were held back for done, without a word."""
-        self._held.clear()
+    def cut(self, *, loses_jobs: bool = False) -> None:
+        """Close the lane's connections; it lives, and takes others.
 
-    @in_its_thread
-    def cut(self) -> None:
-        """Close the lane's connections; it lives, and takes others."""
-        assert self._lane is not None
-        for token, client in self._workers.items():
-            if client is not None:
-                self._lane.end(client)
-                self._workers[token] = None
+        It may take the jobs that were held back for done, without a message.
+        """
 
-    @in_its_thread
+        def end() -> None:
+            assert self.lane is not None
+            for token, client in self._workers.items():
+                if client is not None:
+                    self.lane.end(client)
+                    self._workers[token] = None
+            if loses_jobs:
+                self._held.clear()
+
+        self.call(end)
+
     def disconnect(self) -> None:
         """Close the broker's connections; it lives, and takes others."""
-        for session in self.sessions:
-            self._server.end(session.client)
 
-    @property
-    def lane_limits(self) -> dict[str, int]:
-        """Connections that the lane has closed, by the bound they were above."""
-        assert self._lane is not None
-        return self._lane.limits
+        def end() -> None:
+            for session in self.sessions:
+                self._server.end(session.client)
 
-    @in_its_thread
+        self.call(end)
+
     def kill_lane(self) -> None:
         """End the lane process."""
-        self._close_lane()
+        self.call(self._close_lane)
 
-    @in_its_thread
-    def restart_lane(self) -> None:
-        """End the lane process and start another one."""
-        self._close_lane()
-        self._open_lane()
-        for session in self.sessions:
-            if session.fds:
-                self._lane_up(session)
+    def start_lane(self) -> None:
+        """Start another lane process."""
+
+        def start() -> None:
+            self._open_lane()
+            for session in self.sessions:
+                if session.fds:
+                    self._lane_up(session)
+
+        self.call(start)
 
     def worker_fds(self) -> list[int]:
         """Descriptors that the one worker has sent."""
@@ -347,13 +332,13 @@ class FakeDaemon:
         self.incarnation += 1
         path = self.runtime_dir / f"lane-host-{self.incarnation}.sock"
         self._endpoint = f"ipc://{path}"
-        self._lane = Server(path, max_bytes=MAX_MESSAGE_BYTES)
+        self.lane = Server(path, max_bytes=MAX_MESSAGE_BYTES)
         self._lifeline = os.pipe2(os.O_CLOEXEC)
 
     def _close_lane(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
+        if self.lane is not None:
+            self.lane.close()
+            self.lane = None
             for fd in self._lifeline:
                 os.close(fd)
         self._workers = dict.fromkeys(self._workers)
@@ -371,7 +356,7 @@ class FakeDaemon:
 
     def _turn(self) -> None:
         poller = select.poll()
-        for source in (self._wake, self._server, self._lane):
+        for source in (self._wake, self._server, self.lane):
             if source is not None:
                 poller.register(source, select.POLLIN)
         if self._wake in dict(poller.poll()):
@@ -382,8 +367,8 @@ class FakeDaemon:
         self._thawed.wait(10 * SECONDS)
         if self._running:
             self._read(self._server, self._request)
-        if self._running and self._lane is not None:
-            self._read(self._lane, self._job)
+        if self._running and self.lane is not None:
+            self._read(self.lane, self._job)
 
     def _read(
         self, server: Server, serve: Callable[[Client, bytes, tuple[int, ...]], None]
@@ -439,16 +424,16 @@ class FakeDaemon:
 
     def _job(self, client: Client, frame: bytes, _: tuple[int, ...]) -> None:
         header, message = WIRE.decode(frame)
-        assert self._lane is not None
+        assert self.lane is not None
         if isinstance(message, Join):
             reply = self.replies[Join](message)
             if isinstance(reply, Ok):
                 if (before := self._workers[message.token]) is not None:
-                    self._lane.end(before)
+                    self.lane.end(before)
                 self._workers[message.token] = client
-                self._lane.adopt(client, message.token)
+                self.lane.adopt(client, message.token)
             if reply is not None:
-                self._lane.send(client, WIRE.encode(reply, header.request_id))
+                self.lane.send(client, WIRE.encode(reply, header.request_id))
             return
         with self._noting(message):
             if isinstance(message, Job):
@@ -463,15 +448,15 @@ class FakeDaemon:
                 self._to_worker(client.owner, header.request_id, reply)
 
     def _finish(self, status: JobStatus) -> None:
-        held, self._held = self._held, []
-        for token, request_id, job in held:
+        jobs, self._held = self._held, []
+        for token, request_id, job in jobs:
             done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
             self._to_worker(token, request_id, done)
 
     def _to_worker(self, token: bytes, request_id: int, message: Message) -> None:
         client = self._workers[token]
-        if client is not None and self._lane is not None:
-            self._lane.send(client, WIRE.encode(message, request_id))
+        if client is not None and self.lane is not None:
+            self.lane.send(client, WIRE.encode(message, request_id))
 
 
 def stepped(slots: Sequence[int] = (), generations: Sequence[int] = ()) -> Stepped:

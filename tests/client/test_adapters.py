@@ -1,9 +1,10 @@
-"""What adapters of engines read: the hints of a request, and SGLang's options.
-
-Those of vLLM are in tests/vllm.
-"""
+"""Adapters without their engines: hints of requests, SGLang's options and pages, vLLM's plug-in."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from kvd_client import Label
 from kvd_client.adapters import Hint, OptionsError, read_hint
+from kvd_client.sglang.pages import (
+    cached_pages,
+    cached_prefix,
+    split_into_chunks,
+    window_ends,
+)
 from kvd_client.sglang.pool_cache import SglangOptions, read_options
+from kvd_client.tickets import BlockRange
 
 
 def envelope(*actions: tuple[str, str, Any], version: str = "0.1") -> SimpleNamespace:
@@ -137,8 +145,22 @@ def test_nothing_that_a_request_carries_raises(fields: Any, actions: Any) -> Non
     assert read_hint(fields, hints).label in Label
 
 
-def test_options_that_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is as it is by default, and the directory as the environment says."""
+BAD_OPTIONS: list[tuple[dict[str, object], str]] = [
+    (
+        {"lod_timeout": 1},
+        "lod_timeout.*known keys: chunk_tokens, deadline, label, layerwise, lease",
+    ),
+    ({"chunk_tokens": 0}, "chunk_tokens"),
+    ({"lease": 10, "load_timeout": 6}, r"lease=10 is below twice load_timeout=6; raise lease"),
+    ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use=1 is the daemon's to decide; give it to `kvd"),
+]
+
+
+def test_options_are_taken_or_named_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error is one sentence with the key, its value and the remedy.
+
+    Options that are left out have their defaults; the directory is the environment's.
+    """
     monkeypatch.setenv("KVD_RUNTIME_DIR", "/run/other")
     assert read_options({"load_timeout": 5}) == SglangOptions(
         runtime_dir="/run/other", load_timeout=5.0
@@ -146,21 +168,125 @@ def test_options_that_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert read_options({"runtime_dir": "/run/this"}).runtime_dir == "/run/this"
     monkeypatch.delenv("KVD_RUNTIME_DIR")
     assert read_options(None) == SglangOptions()
+    for extra, named in BAD_OPTIONS:
+        with pytest.raises(OptionsError, match=named):
+            read_options(extra)
+
+
+PAGES = 40
+KEYS = [bytes([page]) * 32 for page in range(PAGES)]
+
+
+@given(
+    pages_per_chunk=st.integers(1, 8),
+    nodes=st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES)), max_size=8),
+    at=st.integers(0, PAGES - 1),
+)
+def test_pages_are_found_where_a_node_with_them_was_stored(
+    pages_per_chunk: int, nodes: list[tuple[int, int]], at: int
+) -> None:
+    """From wherever a lookup starts, its runs are all pages up to the first gap, in order."""
+    blocks: dict[bytes, BlockRange] = {}  # of chunks, as the directory has them
+    content: dict[tuple[bytes, int], int] = {}
+    stored: set[int] = set()
+    for first, count in nodes:
+        end = min(first + count, PAGES)
+        stored.update(range(first, end))
+        for run in split_into_chunks(KEYS[first:end], pages_per_chunk):
+            if blocks.get(run.key, (pages_per_chunk, 0))[0] > run.block:
+                blocks[run.key] = run.blocks
+                for i in range(run.num_pages):
+                    content[run.key, run.block + i] = first + run.page + i
+    is_cached = cached_pages(KEYS, pages_per_chunk, blocks.get)
+    assert {page for page in range(PAGES) if is_cached[page]} == stored
+    runs = cached_prefix(KEYS[at:], pages_per_chunk, blocks.get)
+    gap = next((page for page in range(at, PAGES) if page not in stored), PAGES)
+    read = [content[run.key, run.block + i] for run in runs for i in range(run.num_pages)]
+    assert read == list(range(at, gap))
+    assert [at + run.page for run in runs] == [content[run.key, run.block] for run in runs]
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
+def test_windows_end_where_their_pages_are(is_cached: list[bool], size: int) -> None:
+    """A length counts where its last pages are there, all of them where it is shorter."""
+    expected = {n for n in range(1, len(is_cached) + 1) if all(is_cached[max(0, n - size) : n])}
+    assert window_ends(is_cached, size) == expected
+
+
+FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
+FACTORY_SOURCE = """
+    class KVConnectorFactory:
+        taken = []
+        @classmethod
+        def register_connector(cls, name, module_path, class_name):
+            if cls.taken:
+                raise ValueError(f"Connector '{name}' is already registered.")
+            cls.taken.append((name, module_path, class_name))
+    """
+
+
+def run_with_vllm(folder: Path, program: str, factory: str = FACTORY_SOURCE) -> str:
+    """What a process prints, with such a vLLM; it ends well."""
+    root = folder / "vllm"
+    file = folder / FACTORY
+    file.parent.mkdir(parents=True)
+    for package in [parent for parent in file.parents if root in (parent, *parent.parents)]:
+        (package / "__init__.py").touch()
+    (root / "__init__.py").write_text("__version__ = '0.11.2'\n")
+    file.write_text(dedent(factory))
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(program)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def test_the_factory_learns_the_name_once(tmp_path: Path) -> None:
+    """Each of vLLM's processes may run the plug-in again, which imports no client."""
+    out = run_with_vllm(
+        tmp_path,
+        """
+        import sys
+        from kvd_vllm_plugin import register
+        register()
+        register()
+        assert "kvd_client" not in sys.modules
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        print(KVConnectorFactory.taken)
+        """,
+    )
+    assert out.strip() == "[('KvdConnector', 'kvd_client.vllm', 'KvdConnector')]"
 
 
 @pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        (
-            {"lod_timeout": 1},
-            "lod_timeout.*known keys: chunk_tokens, deadline, label, layerwise, lease",
-        ),
-        ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"lease": 10, "load_timeout": 6}, r"lease=10 is below twice load_timeout=6; raise lease"),
-        ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use=1 is the daemon's to decide; give it to `kvd"),
-    ],
+    "factory",
+    ["", "class KVConnectorFactory:\n    register_connector = 1", "import no_such_module"],
 )
-def test_wrong_options_are_named(extra: dict[str, object], named: str) -> None:
-    """One sentence with the key, its value and the remedy."""
-    with pytest.raises(OptionsError, match=named):
-        read_options(extra)
+def test_a_factory_of_another_kind_stops_nobody(tmp_path: Path, factory: str) -> None:
+    """An engine that does not use kvd starts; one line says how the connector is named instead."""
+    out = run_with_vllm(tmp_path, "from kvd_vllm_plugin import register; register()", factory)
+    assert '"kv_connector_module_path": "kvd_client.vllm"' in out
+
+
+def test_a_vllm_that_cannot_work_is_named_in_one_sentence(tmp_path: Path) -> None:
+    """Not an ImportError: the release, what it lacks, the tested ones, and what to do."""
+    out = run_with_vllm(
+        tmp_path,
+        """
+        from kvd_client import UnsupportedVllm
+        try:
+            import kvd_client.vllm
+        except UnsupportedVllm as error:
+            assert error.__suppress_context__
+            print(error)
+        """,
+    )
+    (line,) = out.splitlines()
+    assert line.startswith("kvd's connector cannot work with vLLM 0.11.2: ")
+    assert "vllm." in line
+    assert "it was tested with vLLM 0.32: install that, or leave --kv-transfer-config out" in line

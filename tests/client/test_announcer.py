@@ -22,10 +22,14 @@ from hypothesis.stateful import (
 
 from kvd_client import announcer as announcer_module
 from kvd_client.announcer import Announcer
-from kvd_client.block_chains import Announcement, BlockId, RemovedBlocks, StoredBlocks
+from kvd_client.block_chains import (
+    Announcement,
+    BlockId,
+    RemovedBlocks,
+    StoredBlocks,
+)
 from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description
-from tests.client.integrity import check_announcer
 
 BLOCK_SIZE = 2
 NODES = 14
@@ -167,10 +171,10 @@ class RoutersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.descriptions: dict[ChunkLocation, Description] = {}
-        self.said: dict[bytes, ChunkLocation] = {}
-        self.kept: dict[bytes, tuple[int, int]] = {}  # node, and blocks left out; in tiers
+        self.in_memory: dict[bytes, ChunkLocation] = {}
+        self.in_tiers: dict[bytes, tuple[int, int]] = {}  # node, and blocks left out; in tiers
         self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
-        self.doomed: set[bytes] = set()  # of `said`, those that cannot be described any more
+        self.doomed: set[bytes] = set()  # of `in_memory`, those that cannot be described any more
         self.remembered: set[bytes] = set()  # keys whose descriptions are, since there are tiers
         self.announcer = Announcer(self.descriptions.get)
         self.listeners = [Listener(exact=True) for _ in range(3)]
@@ -216,40 +220,40 @@ class RoutersMachine(RuleBasedStateMachine):
     @rule(
         stored=st.lists(chunks, max_size=6),
         removed=st.lists(st.integers(0, 100), max_size=3),
-        kept=st.lists(chunks, max_size=4),
+        moved=st.lists(chunks, max_size=4),
         released=st.lists(st.integers(0, 100), max_size=3),
     )
     def announce(
         self,
         stored: list[tuple[int, int, int]],
         removed: list[int],
-        kept: list[tuple[int, int, int]],
+        moved: list[tuple[int, int, int]],
         released: list[int],
     ) -> None:
         """Some chunks came, or came again with other blocks, and some went; in tiers, too."""
         differences = Differences()
         for choice in removed:
-            if self.said:
-                key = list(self.said)[choice % len(self.said)]
-                self.descriptions.pop(self.said.pop(key), None)
+            if self.in_memory:
+                key = list(self.in_memory)[choice % len(self.in_memory)]
+                self.descriptions.pop(self.in_memory.pop(key), None)
                 self.doomed.discard(key)
                 differences.removed.append(key)
         for node, group, cut in stored:
             key = key_of(node, group)
             if key not in differences.removed:
-                if key in self.said:
-                    self.descriptions.pop(self.said[key], None)
-                self.said[key] = differences.stored[key] = self.place(node, group, cut)
+                if key in self.in_memory:
+                    self.descriptions.pop(self.in_memory[key], None)
+                self.in_memory[key] = differences.stored[key] = self.place(node, group, cut)
                 self.doomed.discard(key)
                 if self.announcer.has_tiers and node not in self.undescribed:
                     self.remembered.add(key)
         for choice in released:
-            if self.kept:
-                key = list(self.kept)[choice % len(self.kept)]
-                del self.kept[key]
+            if self.in_tiers:
+                key = list(self.in_tiers)[choice % len(self.in_tiers)]
+                del self.in_tiers[key]
                 self.bare.discard(key)
                 differences.removed_from_tiers.append(key)
-        for node, group, cut in kept:
+        for node, group, cut in moved:
             key = key_of(node, group)
             if key not in differences.removed_from_tiers:
                 self.keep(key, node, cut, differences, is_described=self.is_described(key))
@@ -262,11 +266,11 @@ class RoutersMachine(RuleBasedStateMachine):
         """Tiers hold a chunk without some of its first blocks."""
         path, _ = self.nodes(node)
         first = min(cut, len(path) - 1)
-        if not is_described and (key not in self.kept or key in self.bare):
+        if not is_described and (key not in self.in_tiers or key in self.bare):
             self.bare.add(key)
         else:
             self.bare.discard(key)
-        self.kept[key] = node, first
+        self.in_tiers[key] = node, first
         differences.stored_in_tiers[key] = ChunkLocation(NO_SLOT, 0, first, len(path) - first, 0)
 
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
@@ -274,9 +278,9 @@ class RoutersMachine(RuleBasedStateMachine):
         """Tiers get chunks that are in memory, too."""
         differences = Differences()
         for choice in choices:
-            if self.said:
-                key = list(self.said)[choice % len(self.said)]
-                node, first = self.said[key].slot, self.said[key].first
+            if self.in_memory:
+                key = list(self.in_memory)[choice % len(self.in_memory)]
+                node, first = self.in_memory[key].slot, self.in_memory[key].first
                 self.keep(key, node, first, differences, is_described=self.is_described(key))
         self.hear(self.announcer.announce(differences))
 
@@ -287,7 +291,7 @@ class RoutersMachine(RuleBasedStateMachine):
         key, place = key_of(node, group), self.place(node, group, cut)
         if is_reused:
             self.descriptions.pop(place, None)
-        if key not in self.said:
+        if key not in self.in_memory:
             differences = Differences(last_locations={key: place})
             is_described = place in self.descriptions or key in self.remembered
             self.keep(key, node, cut, differences, is_described=is_described)
@@ -297,31 +301,31 @@ class RoutersMachine(RuleBasedStateMachine):
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
     def evict(self, choices: list[int]) -> None:
         """Memory loses chunks that tiers have."""
-        both = [key for key in self.said if key in self.kept]
+        both = [key for key in self.in_memory if key in self.in_tiers]
         gone = list({both[choice % len(both)]: None for choice in choices if both})
         for key in gone:
-            self.descriptions.pop(self.said.pop(key), None)
+            self.descriptions.pop(self.in_memory.pop(key), None)
             self.doomed.discard(key)
         self.hear(self.announcer.announce(Differences(removed=gone)))
 
     def is_described(self, key: bytes) -> bool:
         """Whether a chunk's description can be read in memory, or is remembered."""
-        return self.said.get(key) in self.descriptions or key in self.remembered
+        return self.in_memory.get(key) in self.descriptions or key in self.remembered
 
     @rule(choice=st.integers(0, 100))
     def doom(self, choice: int) -> None:
         """A chunk is gone from memory, and its removal is not announced yet."""
-        described = [key for key, place in self.said.items() if place in self.descriptions]
+        described = [key for key, place in self.in_memory.items() if place in self.descriptions]
         if described:
             key = described[choice % len(described)]
-            del self.descriptions[self.said[key]]
+            del self.descriptions[self.in_memory[key]]
             self.doomed.add(key)
 
     @rule()
     def bury(self) -> None:
         """The removals of such chunks are announced."""
         for key in self.doomed:
-            del self.said[key]
+            del self.in_memory[key]
         self.hear(self.announcer.announce(Differences(removed=list(self.doomed))))
         self.doomed.clear()
 
@@ -390,8 +394,8 @@ class RoutersMachine(RuleBasedStateMachine):
             elif not repeated:
                 unknown = set(ids_of(announcement)) - known
                 assert self.announcer.repeating or not unknown
-                for each in announcements[i + 1 :]:  # comes again: a router may have lost it
-                    unknown.difference_update(ids_of(each))
+                for later in announcements[i + 1 :]:  # comes again: a router may have lost it
+                    unknown.difference_update(ids_of(later))
                 assert not unknown
             for listener in self.listeners:
                 listener.hear(announcement)
@@ -401,18 +405,18 @@ class RoutersMachine(RuleBasedStateMachine):
     def blocks(self, *, described: bool = False) -> set[BlockId]:
         """The blocks of the chunks that are said; those of described chunks alone."""
         blocks = set()
-        for key, place in self.said.items():
+        for key, place in self.in_memory.items():
             by_key = place.slot in self.undescribed
             if not (by_key and described):
                 nodes = [place.slot] if by_key else self.nodes(place.slot)[0][place.first :]
                 group = int.from_bytes(key[-4:], "big")
                 blocks |= {(group, False, block_hash(node)) for node in nodes}
-        for key, (node, first) in self.kept.items():
+        for key, (node, first) in self.in_tiers.items():
             by_key = key in self.bare
             if not (by_key and described):
                 nodes = [node] if by_key else self.nodes(node)[0][first:]
                 group = int.from_bytes(key[-4:], "big")
-                blocks |= {(group, True, block_hash(each)) for each in nodes}
+                blocks |= {(group, True, block_hash(node)) for node in nodes}
         return blocks
 
     def chained(self) -> set[BlockId]:
@@ -432,12 +436,11 @@ class RoutersMachine(RuleBasedStateMachine):
     @invariant()
     def is_exact(self) -> None:
         """Routers have what is there."""
-        check_announcer(self.announcer)
         blocks = self.blocks()
         assert set(self.announcer.announced) == {
             (group, block, in_tiers) for group, in_tiers, block in blocks
         }
-        assert len(self.announcer) == len(self.said) + len(self.kept)
+        assert len(self.announcer) == len(self.in_memory) + len(self.in_tiers)
         assert self.listeners[0].plain == blocks
         if self.doomed and not self.announcer.has_tiers:
             return
@@ -474,15 +477,15 @@ class RoutersMachine(RuleBasedStateMachine):
         self.is_exact()
 
 
-def check_payload(told: StoredBlocks) -> None:
+def check_payload(stored: StoredBlocks) -> None:
     """Tokens and extra keys are those of the blocks."""
-    if told.tokens:
-        nodes = [each[0] - 65 for each in told.hashes]
-        assert told.tokens == tokens_of(nodes)
-        assert told.block_size == BLOCK_SIZE
-        assert told.extra == tuple((f"salt {node}",) for node in nodes)
+    if stored.tokens:
+        nodes = [block[0] - 65 for block in stored.hashes]
+        assert stored.tokens == tokens_of(nodes)
+        assert stored.block_size == BLOCK_SIZE
+        assert stored.extra == tuple((f"salt {node}",) for node in nodes)
     else:
-        assert (told.parent, told.block_size, len(told.hashes)) == (b"", 0, 1)
+        assert (stored.parent, stored.block_size, len(stored.hashes)) == (b"", 0, 1)
 
 
 @pytest.mark.hypothesis
@@ -495,48 +498,30 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def below(first: int = 0) -> ChunkLocation:
-    """A chunk in tiers, without some of its four blocks."""
-    return ChunkLocation(NO_SLOT, 0, first, 4 - first, 0)
-
-
-def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
+def test_chunks_on_their_way_to_tiers_keep_descriptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of so many chunks that have left."""
     monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
     places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(3)]
-    found = {place: describe([place.slot], None) for place in places}
-    announcer = Announcer(found.get)
+    descriptions = {place: describe([place.slot], None) for place in places}
+    announcer = Announcer(descriptions.get)
     announcer.has_tiers = True
     announcer.announce(Differences({key_of(place.slot): place for place in places}))
-    found.clear()
+    descriptions.clear()
     announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
-    told = announcer.announce(
-        Differences(stored_in_tiers={key_of(node): below() for node in range(3)})
-    )
-    tokens = [each.tokens for each in told if isinstance(each, StoredBlocks)]
+    in_tiers = {key_of(node): ChunkLocation(NO_SLOT, 0, 0, 4, 0) for node in range(3)}
+    announced = announcer.announce(Differences(stored_in_tiers=in_tiers))
+    tokens = [stored.tokens for stored in announced if isinstance(stored, StoredBlocks)]
     assert tokens == [b"", tokens_of([1]), tokens_of([2])]
-
-
-def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:
-    """Chunks of one block, each the parent of the next, announced from the last one on."""
-    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(length)]
-    described = {
-        place: describe([place.slot], place.slot - 1 if place.slot else None) for place in places
-    }
-    announcer = Announcer(described.get)
-    for place in reversed(places):
-        announcer.announce(Differences({key_of(place.slot): place}))
-    while announcer.waiting:
-        announcer.announce(Differences())
-    return announcer, places
 
 
 def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round, until the blocks are announced again, and a bounded number."""
     monkeypatch.setattr(announcer_module, "MAX_REMEMBERED_REMOVALS", 3)
-    announcer, places = announced_chain(5)
+    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(5)]
+    announcer = Announcer({place: describe([place.slot], None) for place in places}.get)
+    announcer.announce(Differences({key_of(place.slot): place for place in places}))
     announcer.announce(Differences(removed=[key_of(node) for node in range(5)]))
     announcer.announce(Differences({key_of(3): places[3]}))
     for _ in range(2):
@@ -544,21 +529,19 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
         assert announcer.num_to_repeat == 2  # the removals count as one chunk
         removals, *again = announcer.repeat(5)
         assert removals == RemovedBlocks((block_hash(2), block_hash(4)), 0)
-        assert [each.hashes for each in again] == [(block_hash(3),)] * 2
+        assert [announcement.hashes for announcement in again] == [(block_hash(3),)] * 2
         assert not announcer.repeating
 
 
 def test_descriptions_that_lie_do_no_harm() -> None:
     """A block twice, its own parent, a circle: chunks are told and taken back all the same."""
-    for wrong in (describe([0, 0], None), describe([0], 0), describe([1, 0], 0)):
+    for lie in (describe([0, 0], None), describe([0], 0), describe([1, 0], 0)):
         places = [ChunkLocation(node, 1, 0, 4, 0) for node in range(2)]
-        announcer = Announcer({places[0]: wrong, places[1]: describe([1], 0)}.get)
+        announcer = Announcer({places[0]: lie, places[1]: describe([1], 0)}.get)
         assert announcer.announce(Differences({key_of(place.slot): place for place in places}))
         announcer.begin_repeat()
         while announcer.repeating:
             announcer.repeat(1)
-            check_announcer(announcer)
         announcer.announce(Differences({}, [key_of(0)]))
         announcer.announce(Differences({}, [key_of(1), b"never said"]))
-        check_announcer(announcer)
         assert not list(announcer.announced)

@@ -1,8 +1,7 @@
 """Public functions of the client with invalid arguments.
 
-`CALLS` has for each function arguments that are served. The tests replace each of them with
-something else, one at a time. What is served after all is no fault; what is refused is refused
-with an error of the client's that names the argument, before any thread of its has met it.
+The tests replace each argument of `CALLS` with something else, one at a time. What is refused is
+refused with an error of the client's that names the argument, before any thread of its has met it.
 """
 
 import gc
@@ -11,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -38,6 +37,7 @@ from kvd_client import (
     UsageError,
     Worker,
 )
+from kvd_client.changes import ChunkLocation
 from kvd_client.torch_memory import BlockTensor, share_torch
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import FakeDaemon
@@ -61,134 +61,101 @@ JUNK: list[Any] = [
 ]
 
 
-@dataclass
 class Rig:
-    """One of everything, open; `free` closes what a test makes."""
+    """One of everything, open, and functions that close what they make when the test ends."""
 
-    daemon: FakeDaemon
-    scheduler: Scheduler
-    worker: Worker
-    memory: HostMemory
-    free: ExitStack
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+    def __init__(
+        self, scheduler: Scheduler, worker: Worker, memory: HostMemory, free: ExitStack
+    ) -> None:
+        self.scheduler, self.worker, self.memory, self.free = scheduler, worker, memory, free
+        self.new_scheduler, self.new_worker = self.closing(Scheduler), self.closing(Worker)
+        self.allocate = self.closing(HostMemory.allocate)
+        self.wrap = self.closing(lambda **options: HostMemory(os.dup(memory.fd), **options))
+        self.share_torch = self.closing(share_torch)
+        self.submit, self.load = self.numbered(worker.submit), self.numbered(worker.load)
 
-    def keep(self, made: Any) -> Any:
-        """Close it in the end, if it can be closed."""
-        if hasattr(made, "close"):
-            self.free.callback(made.close)
-        return made
+    def closing(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Close what it makes in the end."""
+        return lambda **arguments: self.free.callback(make(**arguments).close)
 
-    def make(self, kind: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls it, with names of its own for the daemon where none are given."""
-        return lambda **arguments: self.keep(kind(**arguments))
+    @staticmethod
+    def numbered(submit: Callable[..., Any]) -> Callable[..., Any]:
+        """Give it a job number that is not in use where there is none."""
+        numbers = itertools.count(1000)
 
-    def register(self, memory: Any = None, **arguments: Any) -> Any:
-        """Register with a worker of its own: a registration is made once."""
-        worker = self.keep(Worker(self.daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE))
-        return worker.register(memory=[self.memory] if memory is None else memory, **arguments)
-
-    def job(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls it, with a number that is not in use where none is given."""
-
-        def run(job_id: Any = None, **arguments: Any) -> Any:
-            return function(job_id=next(self.numbers) if job_id is None else job_id, **arguments)
+        def run(job_id: Any = None, **arguments: Any) -> None:
+            submit(job_id=next(numbers) if job_id is None else job_id, **arguments)
 
         return run
 
+    def register(self, memory: Any = None, **arguments: Any) -> None:
+        """Register with a worker of its own: a registration is made once."""
+        worker = Worker(self.worker.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
+        self.free.callback(worker.close)
+        worker.register(memory=[self.memory] if memory is None else memory, **arguments)
 
-CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
-    "Scheduler": (
-        lambda rig: rig.make(lambda **a: Scheduler(**{"runtime_dir": "/nowhere", **a})),
-        {"runtime_dir": "/nowhere", "engine": "e", "deadline": 1.0, "counts_tokens": False},
-    ),
-    "Scheduler.lookup": (
-        lambda rig: rig.scheduler.lookup,
-        {"key": b"key", "first": 0, "count": 1},
-    ),
-    "Scheduler.lookup_many": (lambda rig: rig.scheduler.lookup_many, {"keys": KEYS}),
-    "Scheduler.count_tokens": (
-        lambda rig: rig.scheduler.count_tokens,
-        {"asked": 5, "found": 0},
-    ),
-    "Scheduler.count_aborted": (lambda rig: rig.scheduler.count_aborted, {"requests": 1}),
-    "Scheduler.cached_blocks": (lambda rig: rig.scheduler.cached_blocks, {"key": b"key"}),
-    "Scheduler.prepare_store": (
-        lambda rig: rig.scheduler.prepare_store,
-        {"keys": KEYS, "blocks": BLOCKS},
-    ),
-    "Scheduler.complete_store": (
-        lambda rig: rig.scheduler.complete_store,
-        {"stored": KEYS, "success": True},
-    ),
-    "Scheduler.prepare_load": (
-        lambda rig: rig.scheduler.prepare_load,
-        {"keys": KEYS, "lease_seconds": 1.0, "blocks": BLOCKS},
-    ),
-    "Scheduler.complete_load": (
-        lambda rig: rig.scheduler.complete_load,
-        {"ticket": LoadTicket(lease=3)},
-    ),
-    "Scheduler.count_hints": (
-        lambda rig: rig.scheduler.count_hints,
-        {"hints": 1, "ignored": 1, "cut": 1},
-    ),
-    "Scheduler.set_prefill_seconds": (
-        lambda rig: rig.scheduler.set_prefill_seconds,
-        {"seconds_per_token": 1e-4},
-    ),
-    "Scheduler.request_finished": (
-        lambda rig: rig.scheduler.request_finished,
-        {"keys": KEYS, "prompt": 0, "label": Label.DONE},
-    ),
-    "Scheduler.label": (lambda rig: rig.scheduler.label, {"keys": KEYS, "label": Label.DONE}),
-    "Scheduler.report_missed": (lambda rig: rig.scheduler.report_missed, {"keys": KEYS}),
-    "Scheduler.request_promotion": (lambda rig: rig.scheduler.request_promotion, {"keys": KEYS}),
-    "Scheduler.find_tier": (
-        lambda rig: rig.scheduler.find_tier,
-        {"key": b"key", "first": 0, "count": 1},
-    ),
-    "Scheduler.tier_status": (lambda rig: rig.scheduler.tier_status, {"number": 0}),
-    "Scheduler.give_up": (lambda rig: rig.scheduler.give_up, {"keys": KEYS}),
-    "Scheduler.reset": (lambda rig: rig.scheduler.reset, {"timeout": 1.0}),
-    "Scheduler.wait_attached": (lambda rig: rig.scheduler.wait_attached, {"timeout": 0.0}),
-    "Worker": (
-        lambda rig: rig.make(lambda **a: Worker(**{"runtime_dir": "/nowhere", **a})),
-        {"engine": "e", "rank": 0, "world_size": 1, "deadline": 1.0, "job_timeout": 5.0},
-    ),
-    "Worker.register": (
-        lambda rig: rig.register,
-        {
-            "memory": None,
-            "layout": LAYOUT,
-            "fingerprint": FINGERPRINT,
-            "stage": 0,
-            "temporary": False,
-            "required": False,
-            "timeout": DEADLINE,
-        },
-    ),
-    "Worker.submit": (
-        lambda rig: rig.job(rig.worker.submit),
-        {"kind": Store, "job_id": None, "blocks": JOB, "after": None},
-    ),
-    "Worker.load": (
-        lambda rig: rig.job(rig.worker.load),
-        {
-            "job_id": None,
-            "ticket": StoreTicket((b"key-1",), np.array([0], "<u4"), np.array([5], "<u8")),
-            "groups": [ChunkBlocks(KEYS, [3, 4, 5])],
-        },
-    ),
-    "Worker.wait": (lambda rig: rig.worker.wait, {"job_ids": [1], "timeout": 0.0}),
-    "Worker.cancel": (lambda rig: rig.worker.cancel, {"job_ids": [1]}),
-    "Timeline.signal": (lambda rig: rig.worker.timeline.signal, {"number": 1}),
-    "HostMemory.allocate": (lambda rig: rig.make(HostMemory.allocate), {"nbytes": 4096}),
-    "HostMemory": (
-        lambda rig: lambda **a: rig.keep(HostMemory(os.dup(rig.memory.fd), **a)),
-        {"nbytes": 512, "offset": 0},
-    ),
-    "share_torch": (lambda rig: rig.make(share_torch), {"tensors": [torch.zeros(8, 64)]}),
+
+CALLS: dict[str, dict[str, Any]] = {
+    "new_scheduler": {
+        "runtime_dir": "/nowhere",
+        "engine": "e",
+        "deadline": 1.0,
+        "counts_tokens": False,
+    },
+    "scheduler.lookup": {"key": b"key", "first": 0, "count": 1},
+    "scheduler.lookup_many": {"keys": KEYS},
+    "scheduler.count_tokens": {"asked": 5, "found": 0},
+    "scheduler.count_aborted": {"requests": 1},
+    "scheduler.cached_blocks": {"key": b"key"},
+    "scheduler.prepare_store": {"keys": KEYS, "blocks": BLOCKS, "descriptions": [b"a", None]},
+    "scheduler.complete_store": {"stored": KEYS, "success": True},
+    "scheduler.prepare_load": {"keys": KEYS, "lease_seconds": 1.0, "blocks": BLOCKS},
+    "scheduler.complete_load": {"ticket": LoadTicket(lease=3)},
+    "scheduler.count_hints": {"hints": 1, "ignored": 1, "cut": 1},
+    "scheduler.set_prefill_seconds": {"seconds_per_token": 1e-4},
+    "scheduler.request_finished": {"keys": KEYS, "prompt": 0, "label": Label.DONE},
+    "scheduler.label": {"keys": KEYS, "label": Label.DONE},
+    "scheduler.report_missed": {"keys": KEYS},
+    "scheduler.request_promotion": {"keys": KEYS},
+    "scheduler.find_tier": {"key": b"key", "first": 0, "count": 1},
+    "scheduler.tier_status": {"number": 0},
+    "scheduler.give_up": {"keys": KEYS},
+    "scheduler.reset": {"timeout": 1.0},
+    "scheduler.wait_attached": {"timeout": 0.0},
+    "scheduler.take_changes": {"limit": 100},
+    "scheduler.description": {"location": ChunkLocation(0, 1, 0, 1, 0)},
+    "new_worker": {
+        "runtime_dir": "/nowhere",
+        "engine": "e",
+        "rank": 0,
+        "world_size": 1,
+        "deadline": 1.0,
+        "job_timeout": 5.0,
+    },
+    "register": {
+        "memory": None,
+        "layout": LAYOUT,
+        "fingerprint": FINGERPRINT,
+        "stage": 0,
+        "temporary": False,
+        "required": False,
+        "timeout": DEADLINE,
+    },
+    "submit": {"kind": Store, "job_id": None, "blocks": JOB, "after": None},
+    "load": {
+        "job_id": None,
+        "ticket": StoreTicket((b"key-1",), np.array([0], "<u4"), np.array([5], "<u8")),
+        "groups": [ChunkBlocks(KEYS, [3, 4, 5])],
+    },
+    "worker.wait": {"job_ids": [1], "timeout": 0.0},
+    "worker.cancel": {"job_ids": [1]},
+    "worker.timeline.signal": {"number": 1},
+    "allocate": {"nbytes": 4096},
+    "wrap": {"nbytes": 512, "offset": 0},
+    "share_torch": {"tensors": [torch.zeros(8, 64)]},
 }
+"""Functions, and arguments that are served."""
+NEVER_CLOSED = {"scheduler.tier_status", "scheduler.description", "worker.timeline.signal"}
 NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is wrong
 
 
@@ -200,27 +167,39 @@ def rig(
     daemon.attach(scheduler)
     worker.timeline.reserve()
     with ExitStack() as free:
-        yield Rig(daemon, scheduler, worker, memory, free)
+        yield Rig(scheduler, worker, memory, free)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("name", CALLS)
 def test_invalid_arguments_are_refused_by_an_error_that_names_them(
     rig: Rig, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each argument in turn is something else: served, or one error that names the argument."""
-    function, good = CALLS[name]
-    function(rig)(**good)
-    wrong = []
+    function, good = attrgetter(name)(rig), CALLS[name]
+    function(**good)
+    unclear = []
     for argument, junk in itertools.product(good, JUNK):
         try:
-            function(rig)(**{**good, argument: junk})
+            function(**{**good, argument: junk})
         except KvdClientError as error:
             text = str(error)
             if NAMED_AS.get(argument, argument) not in text or not 15 < len(text) < 1000:
-                wrong.append(f"{argument}={junk!r}: {text}")
-    assert not wrong
+                unclear.append(f"{argument}={junk!r}: {text}")
+    assert not unclear
     faults = [r for r in caplog.records if r.levelno >= logging.ERROR or r.exc_info]
     assert not faults, faults[0].getMessage()
+
+
+def test_what_is_closed_says_so(rig: Rig) -> None:
+    """Every call that decides, reports or waits; `close` itself may be called again."""
+    for session in (rig.scheduler, rig.worker):
+        session.close()
+        session.close()
+    counts = {name for name in CALLS if ".count_" in name or "seconds" in name}
+    for name in CALLS.keys() - counts - NEVER_CLOSED:
+        if name.startswith(("scheduler", "worker", "submit", "load")):
+            with pytest.raises(UsageError, match="closed"):
+                attrgetter(name)(rig)(**CALLS[name])
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # layout, fingerprint, the words
@@ -293,6 +272,6 @@ def test_a_refused_worker_leaves_no_descriptor(rig: Rig) -> None:
     before = control_pages()
     for engine in ("", 7, "\ud800", "a\x1b[2J"):
         with pytest.raises(UsageError, match=r"engine=.*printable"):
-            Worker(rig.daemon.runtime_dir, engine, 0, 1)  # type: ignore[arg-type]
+            Worker(rig.worker.runtime_dir, engine, 0, 1)  # type: ignore[arg-type]
     gc.collect()
     assert control_pages() == before

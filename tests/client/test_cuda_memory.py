@@ -24,14 +24,11 @@ IN_TURN = [  # of one process, which leave its device as it was
     scenarios.ipc_memory_is_its_allocation_and_an_offset,
     scenarios.a_storage_of_several_allocations_is_its_segments,
     scenarios.no_more_segments_than_a_registration_can_carry,
-    scenarios.memory_in_absurdly_many_allocations_is_refused,
-    scenarios.memory_that_is_not_exportable_is_refused,
-    scenarios.what_is_no_device_memory_is_refused,
+    scenarios.memory_that_cannot_be_shared_is_refused,
     scenarios.memory_that_was_taken_back_is_freed,
     scenarios.bindings_that_lack_a_constant_are_named,
     scenarios.numbers_are_reached_when_the_stream_is_there,
     scenarios.a_page_that_is_written_to_later_stays,
-    scenarios.a_page_stays_when_a_write_is_not_marked,
     scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
 ]
 NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
@@ -54,7 +51,6 @@ def test_worker_on_the_test_driver(fakecuda: FakeCuda) -> None:
         # Its first call fails, with and without a name for the error.
         (NEVER_STARTS, {"FAIL": "cuInit:1:999"}),
         (NEVER_STARTS, {"FAIL": f"cuInit:1:{scenarios.UNKNOWN_CODE}"}),
-        (scenarios.no_failure_of_the_driver_leaves_a_worker_that_is_registered, {}),
     ],
     ids=lambda part: getattr(part, "__name__", ""),
 )
@@ -79,45 +75,11 @@ def test_every_call_of_the_worker_may_fail_once(fakecuda: FakeCuda, tmp_path: Pa
 
 
 @pytest.mark.fakecuda
-@pytest.mark.parametrize(
-    ("rule", "scenario"),
-    [
-        (
-            scenarios.a_stream_waits_for_the_last_number_on_another,
-            scenarios.numbers_are_reached_when_the_stream_is_there,
-        ),
-        (
-            scenarios.the_stream_writes_the_number_at_its_turn,
-            scenarios.numbers_are_reached_when_the_stream_is_there,
-        ),
-        (
-            scenarios.a_write_counts_when_it_is_marked,
-            scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
-        ),
-        (
-            scenarios.a_page_is_let_go_when_nothing_will_write_to_it,
-            scenarios.a_page_that_is_written_to_later_stays,
-        ),
-        (
-            scenarios.an_address_is_asked_about_with_a_context_current,
-            scenarios.a_thread_without_a_context_shares_memory,
-        ),
-        (
-            scenarios.segments_keep_their_order,
-            scenarios.a_storage_of_several_allocations_is_its_segments,
-        ),
-        (
-            scenarios.memory_that_is_not_wanted_is_let_go,
-            scenarios.memory_that_was_taken_back_is_freed,
-        ),
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_every_rule_is_missed(
-    rule: Callable[[], None], scenario: Callable[[], None], fakecuda: FakeCuda
-) -> None:
+@pytest.mark.parametrize("rule", scenarios.RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_is_missed(rule: Callable[[], None], fakecuda: FakeCuda) -> None:
     """Without the rule the scenario, which succeeds with it, fails."""
-    done = fakecuda.run(scenarios.run, rule.__name__, scenario.__name__, DEVICES=2)
+    names = rule.__name__, scenarios.RULES[rule].__name__
+    done = fakecuda.run(scenarios.run, *names, DEVICES=2)
     assert done.returncode == 1
     signs = "AssertionError", "error 700", "CUDA_ERROR_INVALID_CONTEXT"
     assert any(sign in done.stderr for sign in signs), done.stderr

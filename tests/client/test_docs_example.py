@@ -81,9 +81,9 @@ def test_the_guide_has_every_field_and_answer(name: str) -> None:
 def test_examples_pass_a_strict_type_checker(tmp_path: Path) -> None:
     """Every Python example in README and docs is right as it stands, by mypy --strict."""
     examples = [
-        found[1]
+        block[1]
         for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-        for found in re.finditer(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+        for block in re.finditer(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
     ]
     assert len(examples) > 2
     files = [tmp_path / f"example_{number}.py" for number in range(len(examples))]

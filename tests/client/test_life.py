@@ -1,19 +1,23 @@
-"""Forks, process exits and threads: what a client leaves behind."""
+"""A client's process and a daemon that is absent, denied, lost or back; forks and exits."""
 
+import grp
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvd_client import LookupResult, Scheduler, UsageError, Worker, session
+from kvd_client import HostMemory, LookupResult, Scheduler, Unavailable, UsageError, Worker, session
+from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.daemon.users import OTHER_UID, as_stranger, needs_root
 from tests.descriptors import open_files
-from tests.waiting import DEADLINE, eventually
+from tests.processes import python
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 PROGRAM = """
 import sys
@@ -29,49 +33,40 @@ print(scheduler.status())
 """
 
 
-def run_program(runtime_dir: Path, deadline: float = DEADLINE) -> str:
-    """Run `PROGRAM`, which closes nothing, to its end."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(runtime_dir), str(deadline)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 def test_a_process_that_closes_nothing_exits(runtime_dir: Path) -> None:
     """By itself, quietly, and without torch, in time for what it asked.
 
     While its keepers try to connect, with a daemon, and with one that accepts and never answers.
     """
-    assert run_program(runtime_dir) == "{}\n"
+
+    def run(deadline: float = DEADLINE) -> str:
+        done = python("-W", "error", "-c", PROGRAM, runtime_dir, str(deadline))
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert run() == "{}\n"
     with FakeDaemon(runtime_dir) as daemon:
-        eventually(lambda: run_program(runtime_dir), lambda told: "True" in told)
+        eventually(run, lambda printed: "True" in printed)
         daemon.freeze()
-        assert run_program(runtime_dir, deadline=1.0) == "{}\n"
+        assert run(deadline=1.0) == "{}\n"
 
 
 def test_an_absent_daemon_is_looked_for_twice_a_second(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it has been away: who comes is met within half a second, and for little."""
-    wanted: list[float] = []
+    """However long it has been away: one that starts is found within half a second."""
+    pauses: list[float] = []
     pause = session.ClientSession._pause
 
     def at_once(one: session.ClientSession, seconds: float) -> None:
-        wanted.append(seconds)
+        pauses.append(seconds)
         pause(one, 0.01)
 
     monkeypatch.setattr(session.ClientSession, "_pause", at_once)
     with Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler:
-        eventually(lambda: len(wanted) > 20)
-        assert 0.4 < max(wanted) <= 0.5
-        assert sorted(wanted)[len(wanted) // 2] > 0.4
+        eventually(lambda: len(pauses) > 20)
+        assert 0.4 < max(pauses) <= 0.5
+        assert sorted(pauses)[len(pauses) // 2] > 0.4
         assert not scheduler.connected
         with FakeDaemon(runtime_dir):
             eventually(lambda: scheduler.connected)
@@ -119,7 +114,7 @@ def test_forked_child_has_a_closed_session(
     child = os.fork()
     if child == 0:
         signal.alarm(int(SECONDS))  # a hang is a failure, not a test that never ends
-        wrong = 0
+        failures = 0
         for call in (
             lambda: scheduler.lookup(b"ready"),
             lambda: scheduler.prepare_store([b"k"]),
@@ -129,12 +124,12 @@ def test_forked_child_has_a_closed_session(
         ):
             try:
                 call()
-                wrong += 1
+                failures += 1
             except UsageError as error:
-                wrong += "forked" not in str(error)
+                failures += "forked" not in str(error)
         scheduler.close()
         worker.close()
-        os._exit(wrong)
+        os._exit(failures)
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert scheduler.lookup(b"ready") is LookupResult.HIT
@@ -157,3 +152,48 @@ def test_fork_does_not_hold_the_connection_open(daemon: FakeDaemon, worker: Work
     eventually(lambda: not daemon.call(lambda: list(daemon.sessions)))
     os.close(write)
     os.waitpid(child, 0)
+
+
+GROUP = next((group for group in grp.getgrall() if group.gr_gid not in {0, 65534}), None)
+
+
+@pytest.fixture
+def denied(daemon: FakeDaemon) -> Iterator[str]:
+    """What a stranger is told: the daemon's directory is its group's; all else on the way is open.
+
+    Within the test this process is the stranger's.
+    """
+    assert GROUP is not None
+    path = daemon.runtime_dir
+    path.parent.chmod(0o711)
+    os.chown(path, 0, GROUP.gr_gid)
+    path.chmod(0o750)
+    with as_stranger():
+        yield (
+            f"uid {OTHER_UID} may not enter {path} (mode 0750, group {GROUP.gr_name}):"
+            f" usermod -aG {GROUP.gr_name} {OTHER_UID}, then log in again"
+        )
+
+
+@needs_root
+@pytest.mark.skipif(GROUP is None, reason="there is no other group")
+def test_who_may_not_connect_learns_why_and_the_remedy(
+    daemon: FakeDaemon, memory: HostMemory, denied: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By each call that waits, and once by the log, which also says when it may; no restart."""
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        with pytest.raises(Unavailable) as raised:
+            worker.register([memory], LAYOUT, FINGERPRINT, required=True, timeout=PATIENCE)
+        assert str(raised.value) == denied
+    caplog.clear()
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
+        assert scheduler.wait_attached(PATIENCE).why == denied
+        assert time.monotonic() - began < PATIENCE / 2
+        os.seteuid(0)
+        eventually(lambda: scheduler.connected)
+    first, second = caplog.records
+    assert first.getMessage() == f"kvd: not connected, every lookup misses: {denied}"
+    assert second.getMessage().startswith("kvd: connected: ")
+    assert [first.levelno, second.levelno] == [logging.WARNING, logging.WARNING]

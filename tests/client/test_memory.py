@@ -1,49 +1,49 @@
-"""Memory that another process can map: numpy, torch, the control page."""
+"""From an engine's tensors and blocks to memory that others can map, and to the arrays of a job."""
 
 import errno
-import mmap
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvd_client import HostMemory, UnsupportedMemory, UsageError
-from kvd_client.memory import Memory
+from kvd_client import (
+    ChunkBlocks,
+    HostMemory,
+    LoadTicket,
+    StoreTicket,
+    UnsupportedMemory,
+    UsageError,
+)
 from kvd_client.registration import register_message
+from kvd_client.tickets import pack_chunks
 from kvd_client.timeline import ControlPage
 from kvd_client.torch_memory import BlockTensor, share_torch
+from kvd_proto.jobs import chunks_per_group
 from kvd_proto.layout import TensorSpec
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.descriptors import open_on
-
-
-def mapped(memory: Memory) -> mmap.mmap:
-    """The memory as another process sees it."""
-    (fd,) = memory.fds
-    return mmap.mmap(fd, memory.offset + memory.nbytes)
-
-
-def cannot_shrink(fd: int) -> bool:
-    """The kernel refuses to shorten this file."""
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    return True
+from tests.layouts import flat_layout
 
 
 def test_memory_that_is_shared_cannot_be_shortened() -> None:
-    """The kernel refuses for new memory, the control page and tensors of torch, gone ones too."""
+    """New memory, the control page, tensors of torch, gone ones too, and files made elsewhere.
+
+    One that may not be sealed is refused with what to use.
+    """
     memory, page = HostMemory.allocate(8192), ControlPage()
     shared = share_torch([torch.zeros(4, 8)])
-    for fd in (memory.fd, page.fd, *shared.memory[0].fds):
-        assert cannot_shrink(fd)
-
-
-def test_memory_made_elsewhere_is_sealed_where_that_can_be() -> None:
-    """A memory file that may be sealed is; one that may not be is refused with what to use."""
-    fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 4096)
-    assert cannot_shrink(HostMemory(fd, 4096).fd)
+    theirs = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(theirs, 4096)
+    sealed = HostMemory(theirs, 4096)
+    for fd in (memory.fd, page.fd, *shared.memory[0].fds, sealed.fd):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
     fd = os.memfd_create("theirs")
     os.ftruncate(fd, 4096)
     with pytest.raises(UnsupportedMemory, match=r"could be shortened.*MFD_ALLOW_SEALING"):
@@ -57,7 +57,7 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
     """The limit of open files is met at the second of two: the sentence names it."""
     memory = [HostMemory.allocate(LAYOUT.storages[0]) for _ in range(2)]
     layout = msgspec.structs.replace(LAYOUT, storages=LAYOUT.storages * 2)
-    duplicate, held = os.dup, open_on(memory[0].fd)
+    duplicate, before = os.dup, open_on(memory[0].fd)
 
     def dup(fd: int) -> int:
         if fd == memory[1].fd:
@@ -69,7 +69,7 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
         register_message(
             memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False
         )
-    assert open_on(memory[0].fd) == held
+    assert open_on(memory[0].fd) == before
 
 
 def test_tensors_that_torch_has_shared_before_are_refused() -> None:
@@ -91,7 +91,8 @@ def test_torch_views_follow_in_place() -> None:
     assert shared.storages == (4 * 6 * 8 * 2,)
     assert torch.equal(tensor, before)
     view[0] = 0x0201
-    assert mapped(shared.memory[0])[96:98] == b"\x01\x02"
+    (fd,) = shared.memory[0].fds
+    assert os.pread(fd, 2, shared.memory[0].offset + 96) == b"\x01\x02"
     assert int(other[1, 0, 0]) == 1
     assert shared.tensors == (
         TensorSpec(storage=0, offset=0, page_bytes=48, block_stride=96),
@@ -139,27 +140,107 @@ def test_refused_tensors_are_not_moved() -> None:
 
 
 class CudaTensor(torch.Tensor):
-    """Stands in for a CUDA tensor: its shape and device."""
-
-    @staticmethod
-    def make(*shape: int, index: int = 0) -> torch.Tensor:
-        """A tensor of bytes on CUDA device `index`."""
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            CudaTensor, shape, dtype=torch.uint8, device=torch.device("cuda", index)
-        )
-        return made
+    """The shape and device of a CUDA tensor, with which nothing is computed."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: object) -> object:
-        """Nothing is computed with it."""
+        """Refuse."""
         raise NotImplementedError(call)
+
+
+def cuda_tensor(index: int) -> torch.Tensor:
+    """A tensor of bytes on CUDA device `index`."""
+    device = torch.device("cuda", index)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        CudaTensor, (2, 2), dtype=torch.uint8, device=device
+    )
+    return made
 
 
 def test_tensors_of_one_worker_are_on_one_device() -> None:
     """The CPU and a GPU, or two GPUs, are refused before anything is shared."""
     good = torch.zeros(2, 2)
     with pytest.raises(UsageError, match=r"tensors\[1\] is on cuda:0, tensors\[0\] on cpu"):
-        share_torch([good, CudaTensor.make(2, 2)])
+        share_torch([good, cuda_tensor(0)])
     assert not good.untyped_storage().is_shared()
     with pytest.raises(UsageError, match="is on cuda:1"):
-        share_torch([CudaTensor.make(2, 2), CudaTensor.make(2, 2, index=1)])
+        share_torch([cuda_tensor(0), cuda_tensor(1)])
+
+
+def granted_store(keys: Sequence[bytes]) -> StoreTicket:
+    """A ticket that grants these keys the slots from 0 and the generations from 100 on."""
+    slots = np.arange(len(keys), dtype="<u4")
+    return StoreTicket(keys=tuple(keys), slots=slots, generations=slots.astype("<u8") + 100)
+
+
+@st.composite
+def groups_and_grants(draw: st.DrawFn) -> tuple[int, list[ChunkBlocks], list[bytes]]:
+    """Groups of an engine's blocks, and those keys that a daemon granted."""
+    factor = draw(st.integers(1, 4))
+    groups, granted, block = [], [], 1
+    for number in range(draw(st.integers(1, 3))):
+        length, first = draw(st.integers(0, 12)), draw(st.integers(0, 9))
+        chunks = -(-(length + first % factor) // factor) if length else 0
+        keys = [b"%d-%d" % (number, chunk) for chunk in range(chunks)]
+        groups.append(ChunkBlocks(keys, list(range(block, block + length)), first))
+        granted += draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
+        block += length
+    return factor, groups, granted
+
+
+@given(groups_and_grants())
+def test_a_job_has_exactly_the_granted_chunks(
+    made: tuple[int, list[ChunkBlocks], list[bytes]],
+) -> None:
+    """Each granted chunk's blocks are where it holds them; those of others are left out."""
+    factor, groups, granted = made
+    job = pack_chunks(granted_store(granted), groups, flat_layout(1, factor=factor))
+    assert sum(job.sizes) == len(job.block_ids)
+    counts = chunks_per_group(job.sizes, job.indices, factor)
+    block_ids, slots = job.block_ids.numpy().tolist(), job.slots.numpy().tolist()
+    assert sum(counts) == len(slots) == len(granted)
+    # Read the job as a lane does, and compare with what the engine said.
+    expected = {}
+    for group in groups:
+        for position, block in enumerate(group.blocks):
+            logical = group.first + position
+            key = group.keys[(group.first % factor + position) // factor]
+            expected[block] = (key, logical % factor)
+    position = chunk = 0
+    for size, index in zip(job.sizes, job.indices, strict=True):
+        inside = index % factor
+        for _ in range(size):
+            key = granted[slots[chunk]]
+            assert expected[block_ids[position]] == (key, inside)
+            position, inside = position + 1, inside + 1
+            if inside == factor:
+                chunk, inside = chunk + 1, 0
+        chunk += bool(inside)
+    assert [granted[slot] for slot in slots] == [
+        key for group in groups for key in group.keys if key in granted
+    ]
+    assert job.generations.numpy().tolist() == [slot + 100 for slot in slots]
+
+
+NULL_BLOCK = 7
+REFUSED: list[tuple[Any, list[Any], str]] = [  # keys that a store was granted, groups, words
+    ([b"k"], [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], r"1 keys, its 5 blocks from 3 on"),
+    # Also a block of a chunk that was not granted.
+    ([], [ChunkBlocks([], []), ChunkBlocks([b"k"], [1, NULL_BLOCK])], r"groups\[1\].*null block"),
+    ([b"k"], [ChunkBlocks([b"k"], np.ones((2, 2)))], "whole numbers"),  # type: ignore[arg-type]
+    *(
+        ([b"k"], [ChunkBlocks([key], [1])], r"keys\[0\] is .*: bytes are needed")  # type: ignore[list-item]
+        for key in ("k", [1], bytearray(b"k"), None)
+    ),
+]
+
+
+def test_blocks_and_tickets_that_do_not_fit_are_refused() -> None:
+    """Numbers that contradict each other, other kinds of keys, and tickets that no daemon gave."""
+    layout = flat_layout(1, factor=2, null_block=NULL_BLOCK)
+    for keys, groups, words in REFUSED:
+        with pytest.raises(UsageError, match=words):
+            pack_chunks(granted_store(keys), groups, layout)
+    for ticket in (StoreTicket(keys=(b"k",)), LoadTicket(slots=[3]), StoreTicket(keys=None)):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="ticket="):
+            pack_chunks(ticket, [ChunkBlocks([b"k"], [1])], layout)

@@ -1,18 +1,30 @@
-"""No call of a step waits: not for the daemon, not for another thread that waits for it.
+"""No call of an engine's step waits: not for broker or lane, not for another thread that waits."""
 
-The deadlines here are an hour: a call that waited would not return. Where one is short, the keeper
-alone notices.
-"""
-
+import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from kvd_client import Label, LookupResult, Scheduler, session
-from kvd_proto.messages import Hello, Ping, Reset, Status, Step
-from tests.client.fake_daemon import FakeDaemon
+from kvd_client import (
+    HostMemory,
+    JobResult,
+    JobStatus,
+    Label,
+    LookupResult,
+    Scheduler,
+    Worker,
+    lane_link,
+    session,
+)
+from kvd_proto.messages import Hello, LaneUp, Load, Ping, Register, Reset, Status, Step, Store
+from tests.client.conftest import FINGERPRINT, LAYOUT
+from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.client.test_steps import steps
+from tests.client.test_worker import JOB, results
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 HOUR = 3600.0
@@ -52,9 +64,7 @@ def step(scheduler: Scheduler, name: str) -> None:
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
 
 
-def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
-    daemon: FakeDaemon, patient: Scheduler
-) -> None:
+def test_what_waits_for_a_daemon_is_bounded(daemon: FakeDaemon, patient: Scheduler) -> None:
     """So many messages are on their way; what comes then is collected, and told as one."""
     daemon.freeze()
     for i in range(200):
@@ -62,11 +72,11 @@ def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
         patient.end_step()
     daemon.thaw()
 
-    def told() -> list[bytes]:
+    def used_keys() -> list[bytes]:
         patient.end_step()
-        return [key for each in steps(daemon) for key in each.used]
+        return [key for step in steps(daemon) for key in step.used]
 
-    assert len(eventually(told, lambda used: len(used) >= 200)) == 200
+    assert len(eventually(used_keys, lambda keys: len(keys) >= 200)) == 200
     assert len(steps(daemon)) < 100
 
 
@@ -114,7 +124,7 @@ def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
     else:
         for i in range(3):
             step(patient, f"k{i}")
-        eventually(lambda: steps(daemon), lambda told: any(b"k2" in each.keys for each in told))
+        eventually(lambda: steps(daemon), lambda sent: any(b"k2" in step.keys for step in sent))
     assert waiting.is_alive()
     daemon.replies[request_kind] = good
     daemon.kill()  # which ends all waiting
@@ -142,3 +152,125 @@ def test_a_step_without_an_answer_ends_the_session(
         eventually(lambda: scheduler.connected)
         daemon.attach(scheduler)
         step(scheduler, "k")
+
+
+JOBS = 20_000  # more than any connection keeps
+
+
+@pytest.fixture(autouse=True)
+def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections keep little that was not sent, so that they are soon full; nothing is slow."""
+    monkeypatch.setattr(lane_link, "MAX_UNSENT_BYTES", 2000)
+
+
+def returns(action: Callable[[], object]) -> None:
+    """Run it in a thread of its own, which ends although nothing else goes on."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def fill(worker: Worker) -> list[int]:
+    """Submit loads until the connection takes no more; the numbers of those that it took."""
+    for number in range(100, 100 + JOBS):
+        if not worker.submit(Load, number, JOB):
+            return list(range(100, number))
+    raise AssertionError("the connection takes everything")
+
+
+def work(worker: Worker) -> list[JobResult]:
+    """Every call of a step, first with room on the connection and then without."""
+    worker.submit(Store, 1, JOB)
+    worker.submit(Load, 2, JOB)
+    got = worker.get_finished()
+    worker.cancel([1, 2])
+    taken = fill(worker)
+    worker.submit(Store, 3, JOB)
+    worker.cancel(taken)
+    got += worker.get_finished()
+    worker.fileno()
+    assert worker.registered
+    assert not worker.attached
+    return got
+
+
+def check(got: list[JobResult], worker: Worker) -> None:
+    """Nothing has ended but what the lane did not take; `wait` ends the stores, on time."""
+    assert {result.status for result in got} == {JobStatus.FAILED}
+    assert all("the lane takes no message" in result.text for result in got)
+    returns(lambda: worker.wait([1, 2], timeout=0.0))
+    (void,) = worker.get_finished()
+    assert (void.job_id, void.status) == (1, JobStatus.VOID)
+
+
+@contextlib.contextmanager
+def silent_lane(daemon: FakeDaemon, worker: Worker, path: Path, *, full: bool) -> Iterator[None]:
+    """The worker's lane in here accepts no connection, or has so many that no other is made."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
+    listening.listen(0)
+    before = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if full:
+        before.connect(str(path))
+    lifeline = os.pipe()
+    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{path}", token=bytes(16))
+    daemon.notify(up, (lifeline[0],))
+    eventually(lambda: worker._jobs._lane, lambda lane: lane and lane.endpoint == up.endpoint)
+    yield
+    for fd in lifeline:
+        os.close(fd)
+    before.close()
+    listening.close()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_lane_that_accepts_no_connection(
+    daemon: FakeDaemon, worker: Worker, runtime_dir: Path, full: bool
+) -> None:
+    """Jobs are kept up to the connection's bound; where no connection is made, each one fails."""
+    got: list[JobResult] = []
+    with silent_lane(daemon, worker, runtime_dir / "silent.sock", full=full):
+        returns(lambda: got.extend(work(worker)))
+        if full:
+            assert {result.status for result in got} == {JobStatus.FAILED}
+            assert [result.job_id for result in got] == [1, 2, 100, 3]
+        else:
+            check(got, worker)
+
+
+def test_a_lane_and_a_broker_that_read_nothing(daemon: FakeDaemon, worker: Worker) -> None:
+    """Both stand still, with connections that were open and served before."""
+    assert worker.submit(Load, 1, JOB)
+    assert results(worker)[0].success
+    got: list[JobResult] = []
+    daemon.freeze()
+    returns(lambda: got.extend(work(worker)))
+    check(got, worker)
+    daemon.thaw()
+
+
+def test_a_registration_that_is_not_answered(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """While the keeper waits for the broker, jobs fail at once."""
+    daemon.replies[Register] = lambda _message: None
+    got: list[JobResult] = []
+
+    def calls(worker: Worker) -> None:
+        assert not worker.submit(Store, 1, JOB)
+        assert not worker.submit(Load, 2, JOB)
+        worker.cancel([1, 2])
+        got.extend(worker.get_finished())
+        worker.wait([1, 2])
+
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        registering = threading.Thread(
+            target=lambda: worker.register([memory], LAYOUT, FINGERPRINT, timeout=3600.0)
+        )
+        registering.start()
+        daemon.wait_for(Register)
+        returns(lambda: calls(worker))
+        assert registering.is_alive()
+        assert [result.job_id for result in got] == [1, 2]
+        worker.close()
+        registering.join(SECONDS)
+        assert not registering.is_alive()

@@ -1,11 +1,25 @@
-"""The scheduler's session and its lookups against a fake daemon."""
+"""The scheduler's session, its lookups, and chunks in tiers below memory."""
 
 import select
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
+from kvd.cache.tier_table import TierTable
+from kvd_client import (
+    NO_TIER,
+    TIER_UNKNOWN,
+    Label,
+    LookupResult,
+    Scheduler,
+    TierInfo,
+    UsageError,
+    Worker,
+    session,
+)
+from kvd_client.decisions import REREQUEST_SECONDS
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     MAX_KEYS,
@@ -23,7 +37,8 @@ from kvd_proto.messages import (
     Step,
 )
 from tests.client.conftest import frozen
-from tests.client.fake_daemon import NUM_SLOTS, SECONDS, FakeDaemon
+from tests.client.fake_daemon import NUM_SLOTS, SECONDS, USABLE, FakeDaemon
+from tests.client.test_steps import steps, wait_steps
 from tests.waiting import DEADLINE, eventually
 
 
@@ -48,17 +63,6 @@ def ask_everything(scheduler: Scheduler) -> None:
     assert scheduler.status() == {}
 
 
-def found(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Attach the engine, and wait until it finds a chunk."""
-    daemon.attach()
-    eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
-
-
-def until(scheduler: Scheduler, *, connected: bool) -> None:
-    """Wait until the session has noticed."""
-    eventually(lambda: scheduler.connected is connected)
-
-
 def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """After ATTACHED, lookups answer from shared memory and send nothing."""
     assert not scheduler.attached
@@ -74,31 +78,36 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
     assert by_caller == [Hello, Step]  # the step asks for loans
 
 
-def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
-    """Without a daemon every call comes to nothing, without waiting for a deadline."""
+def test_without_a_daemon_that_greets_every_lookup_misses(runtime_dir: Path) -> None:
+    """One that accepts and never greets holds the constructor up for one deadline at most."""
     with Scheduler(runtime_dir, "engine", deadline=60.0) as scheduler:
         ask_everything(scheduler)
         assert not scheduler.connected
         assert not scheduler.wait_attached(0.01)
+    with FakeDaemon(runtime_dir) as daemon:
+        daemon.freeze()
+        with Scheduler(runtime_dir, "engine", deadline=0.1) as scheduler:
+            ask_everything(scheduler)
+            daemon.thaw()
+            eventually(lambda: scheduler.connected)
 
 
 def test_frozen_daemon_costs_who_waits_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """After one deadline everything is a miss at once, until the daemon begins a new session."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert quiet.status() == {}
         assert not quiet.connected
         ask_everything(quiet)
     daemon.wait_for(Hello, 2)
-    found(daemon, quiet)
+    daemon.attach(quiet)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)  # once a reset has its answer
     assert len(quiet.prepare_store([b"a", b"b"])) == 2
 
 
-def test_a_reset_that_is_not_answered_in_time_is_asked_once(
-    daemon: FakeDaemon, quiet: Scheduler
-) -> None:
+def test_a_reset_without_an_answer_is_sent_once(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """Nothing is found until the daemon has answered, late as it may be; then it is over."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01)
         assert quiet.lookup(b"ready") is LookupResult.MISS
@@ -110,7 +119,7 @@ def test_a_reset_that_is_not_answered_in_time_is_asked_once(
 
 def test_a_reset_during_another_one_is_made_after_it(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """The answer to an earlier one does not count: what was stored meanwhile goes, too."""
-    found(daemon, quiet)
+    daemon.attach(quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01)
         eventually(lambda: quiet._connection and quiet._connection._awaited)
@@ -138,34 +147,21 @@ def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> 
             assert meanwhile == [True, LookupResult.MISS]
 
 
-def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
-    """A daemon that accepts and never greets holds the constructor up for one deadline at most."""
-    daemon.freeze()
-    with Scheduler(daemon.runtime_dir, "engine", deadline=0.1) as scheduler:
-        ask_everything(scheduler)
-        daemon.thaw()
-        until(scheduler, connected=True)
-
-
-def test_a_session_that_the_daemon_ends_connects_again(
+def test_refusal_comes_to_nothing(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the daemon's reason."""
-    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
-    daemon.wait_for(Hello, 2)
-    until(scheduler, connected=True)
-    assert "others want its place" in caplog.text
-    assert scheduler.status()
-
-
-def test_refusal_comes_to_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """A refused request comes to nothing, and the session goes on."""
+    """The session goes on after a refused request; after one that the daemon ends comes another."""
     good = daemon.replies[Status]
     daemon.replies[Status] = lambda _: Error(code=ErrorCode.INTERNAL, text="no")
     assert scheduler.status() == {}
     daemon.replies[Status] = good
     assert scheduler.status()
     assert len(daemon.wait_for(Hello)) == 1
+    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
+    daemon.wait_for(Hello, 2)
+    eventually(lambda: scheduler.connected)
+    assert "others want its place" in caplog.text
+    assert scheduler.status()
 
 
 @pytest.mark.parametrize(
@@ -187,10 +183,8 @@ def test_nonsense_from_the_daemon_ends_the_session(
     daemon.wait_for(Hello, 2)
 
 
-def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
+def test_arguments_above_their_bounds_are_refused(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
-    with pytest.raises(UsageError, match="49 bytes"):
-        scheduler.lookup(b"x" * 49)
     with pytest.raises(UsageError, match="keys in one call"):
         scheduler.request_promotion([b"k"] * (MAX_KEYS + 1))
     with pytest.raises(UsageError, match=r"found=2: .* 0 to 1"):
@@ -199,40 +193,19 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
         Scheduler(runtime_dir / ("x" * 100), "e")
 
 
-def test_closed_raises(scheduler: Scheduler) -> None:
-    """A closed scheduler says so, and may be closed again."""
-    scheduler.close()
-    scheduler.close()
-    for call in (
-        lambda: scheduler.lookup(b"k"),
-        lambda: scheduler.prepare_store([b"k"]),
-        lambda: scheduler.complete_load(LoadTicket()),
-        scheduler.status,
-    ):
-        with pytest.raises(UsageError, match="closed"):
-            call()
-
-
-# ------------------------------------- what an event loop is told: every change, and none too early
-
-
-def wait_for_news(scheduler: Scheduler) -> None:
-    """As an event loop does, which looks at nothing before it is told."""
-    assert select.select([scheduler], [], [], SECONDS)[0]
-    assert scheduler.take_ready()
-
-
-def test_news_come_with_what_they_tell_of(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+def test_an_event_loop_hears_of_changes(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
     scheduler.fileno()
     scheduler.take_ready()  # what has happened until now
     for _ in range(10):
-        daemon.attach()
-        wait_for_news(scheduler)
-        assert scheduler.lookup(b"ready") is LookupResult.HIT
-        daemon.notify(Detached(reason="rank 0 is gone"))
-        wait_for_news(scheduler)
-        assert scheduler.lookup(b"ready") is LookupResult.MISS
+        for result in (LookupResult.HIT, LookupResult.MISS):
+            if result is LookupResult.HIT:
+                daemon.attach()
+            else:
+                daemon.notify(Detached(reason="rank 0 is gone"))
+            assert select.select([scheduler], [], [], SECONDS)[0]
+            assert scheduler.take_ready()
+            assert scheduler.lookup(b"ready") is result
 
 
 def test_cached_blocks_are_those_that_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -258,13 +231,8 @@ def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "LAST_REPORT_SECONDS", DEADLINE)
 
 
-def last_told(daemon: FakeDaemon) -> Lookups | None:
-    """What the daemon was told last."""
-    return daemon.wait_for(Ping)[-1].lookups
-
-
 @pytest.mark.usefixtures("told_at_the_end")
-def test_a_session_tells_before_it_leaves(
+def test_lookups_are_reported_at_the_end(
     daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
 ) -> None:
     """The last lookups are told by `close`; without any, as in a worker, there is nothing to."""
@@ -278,7 +246,7 @@ def test_a_session_tells_before_it_leaves(
 
 
 @pytest.mark.usefixtures("told_at_the_end")
-def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
+def test_tokens_without_a_daemon_are_reported(
     daemon: FakeDaemon,
 ) -> None:
     """Each once, as part of all tokens; of the others only those of its own session."""
@@ -288,12 +256,105 @@ def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
         daemon.attach(scheduler)
         scheduler.count_tokens(100, 48)
         daemon.kill()
-        until(scheduler, connected=False)
+        eventually(lambda: not scheduler.connected)
         scheduler.count_tokens(20, 0)
         with FakeDaemon(daemon.runtime_dir) as other:
-            until(scheduler, connected=True)
+            eventually(lambda: scheduler.connected)
             other.attach(scheduler)
             scheduler.count_tokens(7, 0)
             scheduler.close()
-            told = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
-            assert last_told(other) == told
+            last = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
+            assert other.wait_for(Ping)[-1].lookups == last
+
+
+DISK = TierInfo(name="disk", medium="disk", shared=False)
+SHARED = TierInfo(name="mooncake", medium="remote", shared=True)
+
+
+@pytest.fixture
+def table(daemon: FakeDaemon, stepping: Scheduler) -> TierTable:
+    """What the daemon's two tiers hold, the second one shared; the scheduler is attached."""
+    daemon.tiers = (DISK, SHARED)
+    daemon.attach(stepping)
+    assert daemon.directory is not None
+    assert daemon.directory.tiers is not None
+    return daemon.directory.tiers
+
+
+def set_usable(table: TierTable, tier: int, usable: bool) -> None:
+    """Set whether a tier is."""
+    table.set_health(tier, USABLE._replace(usable=usable))
+
+
+def test_the_first_usable_tier_that_has_all_blocks_is_named(
+    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at a window's edge has only some; without a count all of the rest are needed."""
+    monkeypatch.setattr("kvd_proto.tier_table.ABSENT_MS", 3_600_000)
+    for key, tier, first, count in (
+        *((b"both", 0, 0, 2), (b"both", 1, 0, 2), (b"only disk", 0, 0, 2)),
+        *((b"edge", 0, 1, 1), (b"head", 0, 0, 1), (b"ready in part", 0, 0, 2)),
+    ):
+        table.hold(key, tier, first, count, 0)
+    find = stepping.find_tier
+    assert (find(b"both"), find(b"only disk")) == (0, 0)
+    assert find(b"edge") == find(b"head") == find(b"edge", 0, 1) == NO_TIER
+    assert find(b"edge", 1) == find(b"edge", 1, 1) == 0
+    # The daemon promotes no chunk that is READY, with whatever blocks: a wait would be in vain.
+    daemon.make_ready(b"ready in part", 1, 1)
+    assert (find(b"ready in part"), find(b"ready in part", 1, 1)) == (NO_TIER, 0)
+    # The shared tier may have any chunk of which it has not said lately that it has not.
+    assert find(b"k") == TIER_UNKNOWN
+    table.mark_absent(b"k", time.monotonic())
+    assert (find(b"k"), find(b"other")) == (NO_TIER, TIER_UNKNOWN)
+    set_usable(table, 0, usable=False)
+    assert (find(b"both"), find(b"only disk")) == (1, NO_TIER)
+    set_usable(table, 1, usable=False)
+    assert find(b"other") == NO_TIER
+
+
+def test_without_tiers_nothing_is_sought(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Nor while the engine is not attached, or a reset has no answer yet."""
+
+    def nothing() -> bool:
+        return (
+            stepping.tiers == ()
+            and stepping.find_tier(b"k") == NO_TIER
+            and stepping.tier_status(0) is None
+            and stepping.request_promotion([b"k"]) == 0
+        )
+
+    assert nothing()
+    daemon.attach(stepping)
+    assert nothing()
+    stepping.end_step()
+    assert steps(daemon) == []
+    daemon.tiers = (DISK, SHARED)
+    daemon.notify(Detached(reason="as the test says"))
+    eventually(lambda: not stepping.attached)
+    daemon.attach(stepping)
+    assert stepping.find_tier(b"k") == TIER_UNKNOWN
+    daemon.freeze()
+    stepping.reset(0)
+    assert nothing()
+    daemon.thaw()
+
+
+def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
+    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is looked for; once loaded it may have gone again."""
+    del table
+    clock = SimpleNamespace(now=100.0)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("kvd_client.scheduler.time", fake_time)
+    assert stepping.request_promotion([b"a", b"ready"]) == 2
+    clock.now += REREQUEST_SECONDS - 0.1
+    assert stepping.request_promotion([b"a", b"ready"]) == 0
+    stepping.complete_load(stepping.prepare_load([b"ready"]))
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
+    clock.now += 0.1
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert step.sought == (b"a", b"ready", b"ready", b"a")

@@ -1,6 +1,7 @@
 """Stores and loads: decided from shared memory, and the daemon is told; no reply is waited for."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -13,8 +14,8 @@ from kvd_client import (
     UsageError,
     attachment,
 )
-from kvd_client.decisions import MIN_LOANS_WANTED
-from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
+from kvd_client.decisions import MIN_LOANS_WANTED, LoanQueue, ReuseFilter
+from kvd_proto.messages import Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -34,41 +35,18 @@ def steps(daemon: FakeDaemon) -> list[Step]:
 
 def wait_steps(daemon: FakeDaemon, count: int) -> list[Step]:
     """The same, once there are so many."""
-    return eventually(lambda: steps(daemon), lambda found: len(found) >= count)
+    return eventually(lambda: steps(daemon), lambda sent: len(sent) >= count)
 
 
 def answered(scheduler: Scheduler) -> None:
-    """Until everything that was told is answered, as with the next steps."""
+    """Wait until every step has its answer, which later steps take in."""
 
     def quiet() -> bool:
         scheduler.end_step()
-        there = scheduler._attachments.current
-        return there is not None and not there.connection.has_replies
+        attachment = scheduler._attachments.current
+        return attachment is not None and not attachment.connection.has_replies
 
     eventually(quiet)
-
-
-def lent_to(ticket: StoreTicket) -> list[tuple[int, int]]:
-    """The ticket's slots and generations."""
-    return list(zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True))
-
-
-# ---------------------------------------------------------------------- stores
-
-
-def test_new_keys_get_slots_that_are_lent(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """The slots are on loan to this engine; the step tells the daemon which key has which."""
-    daemon.attach(stepping)
-    loans = set(daemon.lent())
-    assert len(loans) == MIN_LOANS_WANTED
-    ticket = stepping.prepare_store([b"a", b"b"])
-    assert (ticket.keys, ticket.answers) == ((b"a", b"b"), (ACCEPTED, ACCEPTED))
-    assert set(ticket.slots.tolist()) < loans
-    assert steps(daemon) == []
-    stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    told = zip(step.slots.numpy().tolist(), step.generations.numpy().tolist(), strict=True)
-    assert (step.keys, list(told)) == (ticket.keys, lent_to(ticket))
 
 
 def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -83,6 +61,7 @@ def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: 
     assert ticket.keys == (b"new",)
     pending = [LookupResult.HIT_PENDING, LookupResult.MISS]
     assert stepping.lookup_many([b"new", b"other"]) == pending
+    assert steps(daemon) == []
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
     assert step.keys == (b"mine", b"new")
@@ -114,10 +93,10 @@ def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: S
     A step in which nothing got a slot asks for loans: there would never be one again.
     """
     daemon.attach(stepping)
-    kept = daemon.lent()[5]
-    daemon.take_back(besides=kept)
+    valid = daemon.lent()[5]
+    daemon.take_back(besides=valid)
     ticket = stepping.prepare_store(keys_of(3))
-    assert (ticket.answers, ticket.slots.tolist()) == ((ACCEPTED, FULL, FULL), [kept])
+    assert (ticket.answers, ticket.slots.tolist()) == ((ACCEPTED, FULL, FULL), [valid])
     stepping.end_step()
     answered(stepping)
     daemon.take_back()
@@ -127,7 +106,7 @@ def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: S
     assert stepping.prepare_store([b"more"]).answers == (ACCEPTED,)
 
 
-HELD_AND_OFFERED = [
+CACHED_AND_OFFERED = [
     ((0, 2), (0, 2), PRESENT),
     ((0, 2), (1, 1), PRESENT),
     ((1, 1), (1, 1), PRESENT),
@@ -139,10 +118,10 @@ HELD_AND_OFFERED = [
 def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Where the offered blocks are all that it has and more; the daemon is told which they are."""
     daemon.attach(stepping)
-    for number, (held, offered, answer) in enumerate(HELD_AND_OFFERED):
+    for number, (cached, offered, answer) in enumerate(CACHED_AND_OFFERED):
         key = b"edge %d" % number
-        daemon.make_ready(key, *held)
-        assert stepping.prepare_store([key], [offered]).answers == (answer,), (held, offered)
+        daemon.make_ready(key, *cached)
+        assert stepping.prepare_store([key], [offered]).answers == (answer,), (cached, offered)
     stepping.prepare_store([b"a"])
     stepping.prepare_store([b"b"], [(1, 1)])
     stepping.end_step()
@@ -151,10 +130,8 @@ def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: 
     assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 0, 1], [2, 2, 1])
 
 
-def test_a_failed_store_is_given_up_and_a_good_one_needs_no_word(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """The daemon knows from its lanes what was stored."""
+def test_a_failed_store_is_given_up(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """The daemon knows from its lanes what was stored. A ticket's block that raises has failed."""
     daemon.attach(stepping)
     good, bad = stepping.prepare_store([b"good"]), stepping.prepare_store([b"bad1", b"bad2"])
     stepping.end_step()
@@ -168,24 +145,16 @@ def test_a_failed_store_is_given_up_and_a_good_one_needs_no_word(
     answered(stepping)
     expected = [LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.MISS]
     assert stepping.lookup_many([b"good", b"bad1", b"bad2"]) == expected
-    assert stepping.prepare_store([b"bad1"]).answers == (ACCEPTED,)
-
-
-def test_a_ticket_drops_what_is_unfinished_when_its_block_raises(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """In the step that began it: the daemon is told of the beginning, then of the end."""
-    daemon.attach(stepping)
-    with pytest.raises(OSError, match="no"), stepping.prepare_store([b"k"]):
+    with pytest.raises(OSError, match="no"), stepping.prepare_store([b"bad1"]):
         raise OSError("no")
-    stepping.end_step()
-    begun, dropped = wait_steps(daemon, 2)
-    assert (begun.keys, begun.dropped) == ((b"k",), ())
-    assert (dropped.keys, dropped.dropped) == ((), (b"k",))
+    stepping.end_step()  # the daemon reads the beginning before the end
+    begun, dropped = wait_steps(daemon, 4)[2:]
+    assert (begun.keys, begun.dropped) == ((b"bad1",), ())
+    assert (dropped.keys, dropped.dropped) == ((), (b"bad1",))
 
 
 def test_a_key_is_stored_at_its_nth_offer(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """The daemon says how often; two offers in one call are one."""
+    """The daemon says how often; two offers in one call are one. The latest keys are remembered."""
     daemon.reuse_threshold = 3
     daemon.attach(stepping)
     for _ in range(2):
@@ -197,9 +166,9 @@ def test_a_key_is_stored_at_its_nth_offer(daemon: FakeDaemon, stepping: Schedule
     assert (step.not_yet, step.refused) == (4, 1)
     answered(stepping)
     assert stepping.prepare_store([b"k", b"k"]).answers == (ACCEPTED, PENDING)
-
-
-# ----------------------------------------------------------------------- loads
+    reuse = ReuseFilter(2, capacity=3)
+    assert not any(reuse.admit(key) for key in (b"a", b"b", b"c", b"d"))
+    assert (len(reuse), reuse.admit(b"a"), reuse.admit(b"d")) == (3, False, True)
 
 
 def test_a_load_pins_what_it_finds(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -234,34 +203,40 @@ def test_a_chunk_that_lacks_a_block_is_not_loaded(daemon: FakeDaemon, stepping: 
         stepping.prepare_store([b"k"], [(1, BLOCKS_PER_CHUNK)])
 
 
-def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
-    """Not in another session either, so that a late ticket ends nobody else's lease."""
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as scheduler:
-        daemon.attach(scheduler)
-        old = scheduler.prepare_load([b"ready"])
-        broken = scheduler.prepare_store([b"k"])
-        scheduler.end_step()
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_new_attachment_owes_nothing(
+    daemon: FakeDaemon, stepping: Scheduler, is_killed: bool
+) -> None:
+    """Stores and leases end with their attachment; old tickets end nothing of the next one."""
+    daemon.attach(stepping)
+    old, broken = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
+    if is_killed:
+        stepping.end_step()
         daemon.kill()
-        eventually(lambda: not scheduler.attached)
-        with FakeDaemon(daemon.runtime_dir) as other:
-            other.wait_for(Hello)
-            other.attach(scheduler)
-            new = scheduler.prepare_load([b"ready"])
-            again = scheduler.prepare_store([b"k"])
-            assert again.answers == (ACCEPTED,)  # nothing of before is believed
-            scheduler.end_step()
-            scheduler.complete_load(old)
-            scheduler.complete_store(broken, success=False)
-            scheduler.end_step()
-            scheduler.complete_load(new)
-            scheduler.end_step()
-            told = wait_steps(other, 2)
-            assert new.lease > old.lease
-            assert [step.unpinned for step in told] == [(), (new.lease,)]
-            assert [step.dropped for step in told] == [(), ()]
-
-
-# ----------------------------------------------------------------------- steps
+    else:
+        daemon.notify(Detached(reason="rank 0 is gone"))
+    eventually(lambda: not stepping.attached)
+    assert not stepping.prepare_store([b"k"]).served
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    stepping.complete_load(old)
+    stepping.request_finished([b"ready"])
+    stepping.end_step()
+    with FakeDaemon(daemon.runtime_dir) if is_killed else nullcontext(daemon) as other:
+        other.wait_for(Hello)
+        other.attach(stepping)
+        new = stepping.prepare_load([b"ready"])
+        assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)  # nothing is believed
+        stepping.end_step()
+        stepping.complete_load(old)
+        stepping.complete_store(broken, success=False)
+        stepping.end_step()
+        stepping.complete_load(new)
+        stepping.end_step()
+        sent = wait_steps(other, 2)
+    assert new.lease > old.lease
+    assert [step.unpinned for step in sent] == [(), (new.lease,)]
+    assert [step.dropped for step in sent] == [(), ()]
+    assert [step.used for step in sent] == [(), ()]
 
 
 def test_the_keeper_sends_what_was_left_behind(
@@ -276,24 +251,52 @@ def test_the_keeper_sends_what_was_left_behind(
     assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
 
 
-def test_what_is_too_much_for_a_message_leaves_early(
-    daemon: FakeDaemon, stepping: Scheduler
+@pytest.mark.parametrize("use", ["load", "store"])
+def test_slots_of_used_chunks_are_taken_last(
+    daemon: FakeDaemon, stepping: Scheduler, use: str
 ) -> None:
-    """Too many keys or requests for one step: the daemon would refuse it, and end the session."""
+    """One that is offered and there after all others; one that this step loads not at all."""
+    daemon.lendable = [0, 100]
     daemon.attach(stepping)
-    many = keys_of(40_000)
-    stepping.request_finished(many)
-    stepping.request_finished(many)
-    stepping.end_step()
-    for _ in range(MAX_FINISHED + 10):
-        stepping.request_finished([b"ready"])
-    stepping.end_step()
-    told = wait_steps(daemon, 4)
-    assert [len(step.used) for step in told[:2]] == [40_000, 40_000]
-    assert [len(step.used_counts) for step in told[2:]] == [MAX_FINISHED, 10]
+    if use == "load":
+        assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+    else:
+        assert stepping.prepare_store([b"ready"]).answers == (PRESENT,)
+    assert stepping.prepare_store([b"k"]).slots.tolist() == [100]
+    assert stepping.lookup(b"ready") is LookupResult.HIT
+    last = stepping.prepare_store([b"l"])
+    assert last.slots.tolist() == ([] if use == "load" else [0])
 
 
-# ----------------------------------------------------------------------- loans
+def test_a_pinned_slot_stays_until_the_answer(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Given away in a later step, its store would be lost: the pin ends the loan."""
+    daemon.lendable = [0]
+    daemon.attach(stepping)
+    answer = threading.Event()
+
+    def read_late(message: Step) -> Message:
+        assert answer.wait(DEADLINE)
+        return daemon.step(message)
+
+    daemon.replies[Step] = read_late
+    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+    stepping.end_step()
+    ticket = stepping.prepare_store([b"k"])
+    answer.set()
+    assert ticket.answers == (FULL,)
+
+
+def test_loans_are_the_latest_and_not_pinned() -> None:
+    """Answers may be read out of order; the daemon may have refused a pin that it has answered."""
+    loans = LoanQueue()
+    for answer in ([(3, 5)], [(3, 6), (4, 7)], [(4, 2)]):
+        loans.add(answer)
+    assert [loans.take(lambda *_: True, {3}) for _ in range(2)] == [(4, 7), None]
+    loans.add([(6, 5)])
+    assert [loans.take(lambda *_: True) for _ in range(2)] == [(3, 6), (6, 5)]
+    loans.add([(7, 5)])
+    loans.clear()
+    assert loans.take(lambda *_: True) is None
 
 
 def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -313,21 +316,19 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """It waits until they are there; where there are enough the daemon is not asked.
 
-    Of more than there are what is there is told, in time.
+    A call for more than there are returns what there is, in time.
     """
     daemon.attach(scheduler)
     assert scheduler.reserve(MIN_LOANS_WANTED) >= MIN_LOANS_WANTED
     assert len(daemon.wait_for(Step)) == 1
     assert scheduler.reserve(200) >= 200
     room = NUM_SLOTS - 2  # two chunks are there
-    assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda found: found == room)
+    assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda loans: loans == room)
     assert scheduler.reserve(NUM_SLOTS, 0.05) == room
     assert len(scheduler.prepare_store(keys_of(200))) == 200
 
 
-def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_reset_brings_new_loans(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Who stores right after it is served; tickets of before it drop nothing."""
     daemon.attach(stepping)
     assert daemon.directory is not None
@@ -343,29 +344,7 @@ def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
     assert (first.keys, second.keys, second.dropped) == ((b"k",), (b"k",), ())
 
 
-def test_a_detached_engine_has_no_loans_and_owes_nothing(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Its stores and leases ended with the attachment; the next one begins with nothing."""
-    daemon.attach(stepping)
-    load, store = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
-    daemon.notify(Detached(reason="rank 0 is gone"))
-    eventually(lambda: not stepping.attached)
-    assert not stepping.prepare_store([b"k"]).served
-    assert stepping.lookup(b"k") is LookupResult.MISS
-    stepping.complete_load(load)
-    stepping.request_finished([b"ready"])
-    stepping.end_step()
-    daemon.attach(stepping)
-    stepping.complete_load(load)
-    stepping.complete_store(store, success=False)
-    stepping.end_step()
-    assert steps(daemon) == []
-
-
-def test_a_step_that_came_too_late_for_its_attachment_is_void(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
+def test_a_step_after_the_attachment_is_void(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The daemon has detached the engine, and says so next: the session goes on."""
     daemon.attach(stepping)
     daemon.replies[Step] = lambda _: Error(code=ErrorCode.NOT_READY, text="it has left")
@@ -415,13 +394,17 @@ def test_threads_decide_one_after_another(daemon: FakeDaemon, scheduler: Schedul
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    loans = [loan for ticket in stored for loan in lent_to(ticket)]
+    loans = [
+        loan
+        for ticket in stored
+        for loan in zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+    ]
     assert len(set(loans)) == len(loans) > 0
     assert len({ticket.lease for ticket in loaded}) == len(loaded) == 120
 
-    def told() -> list[bytes]:
+    def stored_keys() -> list[bytes]:
         scheduler.end_step()  # what was too much for the line
         return [key for step in steps(daemon) for key in step.keys]
 
     accepted = sorted(key for ticket in stored for key in ticket.keys)
-    eventually(lambda: sorted(told()) == accepted)
+    eventually(lambda: sorted(stored_keys()) == accepted)
