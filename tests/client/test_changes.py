@@ -78,7 +78,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot has several pieces, and a call reads one or two of them."""
     monkeypatch.setattr(module, "PIECE_SLOTS", 5)
     monkeypatch.setattr(module, "MAX_SLOT_PIECES", 2)
-    monkeypatch.setattr(module, "PIECE_PLACES", 5)
+    monkeypatch.setattr(module, "TIER_TABLE_PIECE", 5)
     monkeypatch.setattr(module, "MAX_PLACE_PIECES", 7)  # of 10
 
 
