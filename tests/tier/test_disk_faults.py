@@ -24,7 +24,7 @@ from kvd.tier.disk import DiskTier, slabs
 from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
-from tests.tier.disk_integrity import check_integrity
+from tests.tier.test_disk import check_integrity
 from tests.waiting import PATIENCE
 
 MIB = 2**20

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvd_client import LookupResult
 from kvd_client.decisions import NO_TIER
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.daemon.serving import Daemon, started_daemons
 from tests.http.serving import over_unix
 from tests.tier.mooncake_cluster import Cluster, Node, why_not
 from tests.waiting import eventually
@@ -94,42 +95,33 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def start(cluster: Cluster) -> Iterator[StartDaemon]:
-    """Starts daemons, each in a node of its own."""
+@contextmanager
+def place(cluster: Cluster, name: str) -> Iterator[Place]:
+    """A node with daemon and engine."""
+    node = cluster.add_node(name)
+    tier = "--tier", f"mooncake:master={cluster.master_address}"
     with (
         tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
         started_daemons(Path(path) / "run") as start,
+        Engine((daemon := start(*tier, before=node.command())).runtime_dir, name) as engine,
     ):
-
-        def start_in(node: Node, *extra: str) -> Daemon:
-            tier = f"mooncake:master={cluster.master_address}"
-            where = Path(path) / node.name / "run"
-            return start("--tier", tier, *extra, where=where, before=node.command())
-
-        yield start_in
-
-
-def place(cluster: Cluster, start: StartDaemon, name: str) -> Iterator[Place]:
-    """A node with daemon and engine."""
-    node = cluster.add_node(name)
-    daemon = start(node)
-    with Engine(daemon.runtime_dir, f"engine-{name}").wait_attached() as engine:
-        found = Place(node, daemon, engine)
-        eventually(lambda: found.tier["usable"])
-        yield found
+        started = Place(node, daemon, engine.wait_attached())
+        eventually(lambda: started.tier["usable"])
+        yield started
 
 
 @pytest.fixture(scope="module")
-def here(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+def here(cluster: Cluster) -> Iterator[Place]:
     """A node that computes."""
-    yield from place(cluster, start, "here")
+    with place(cluster, "here") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def there(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+def there(cluster: Cluster) -> Iterator[Place]:
     """Another node, which has computed nothing."""
-    yield from place(cluster, start, "there")
+    with place(cluster, "there") as started:
+        yield started
 
 
 def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
@@ -143,21 +135,16 @@ def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
     there.misses(keys_of("nobody", 3))
 
 
-def spoil(cluster: Cluster, namespace: bytes, keys: list[bytes]) -> None:
-    """Replace these chunks' objects by others with a bit turned, from another node."""
-    # A process of its own: threads of Mooncake's stay in the network in which they began.
-    command = [*cluster.add_node("spoiler").command(), sys.executable, "-m", "tests.tier.spoiling"]
-    command += [cluster.master_address, namespace.hex(), *(key.hex() for key in keys)]
-    subprocess.run(command, check=True, timeout=60)
-
-
 def test_damaged_objects_are_told_of_without_their_keys(
     cluster: Cluster, here: Place, there: Place
 ) -> None:
     """They are misses, and nothing that may be read has a part of a key."""
     keys = keys_of("SECRETKEY", 2)  # three would open the breaker
     here.keep(keys)
-    spoil(cluster, here.engine.scheduler.namespace, keys)
+    names = [name.hex() for name in (here.engine.scheduler.namespace, *keys)]
+    spoiling = sys.executable, "-m", "tests.tier.mooncake_cluster", cluster.master_address, *names
+    # A process of its own: threads of Mooncake's stay in the network in which they began.
+    subprocess.run(cluster.add_node("spoiler").command(*spoiling), check=True, timeout=60)
 
     def corrupt() -> int:
         there.engine.scheduler.request_promotion(keys)
