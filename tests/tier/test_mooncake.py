@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvd.errors import ConfigError, TierError
+from kvd.errors import ConfigError
 from kvd.outcomes import Outcome
 from kvd.tier.contract import BackendOptions
 from kvd.tier.mooncake import MooncakeTier, name_of
@@ -179,37 +179,3 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
     """An option that cannot work is named with its value and the remedy."""
     with pytest.raises(ConfigError, match=needle):
         MooncakeTier.check(BackendOptions(target, values))
-
-
-@pytest.mark.nightly
-@needs_cluster
-def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a store puts find no room; without a master all fails; then both serve again."""
-    monkeypatch.setattr("kvd.tier.mooncake._REWRITE_SECONDS", 3600.0)  # no put is one of these
-    tier, cluster, area = openers(), openers.cluster, openers.area
-    space = begun(tier, space_of(65536))
-    keys = keys_of("breaks", 4)
-    put_all(tier, area.chunks(space, keys))
-    cluster.kill_store()
-    with pytest.raises(TierError, match="all chunks failed"):
-        tier.get(area.empties(space, keys), soon())
-    cluster.wait_segments(0)
-    assert tier.contains(space, keys, soon()) == [False] * 4
-    assert tier.put(area.chunks(space, keys), soon()) == [Outcome.FULL] * 4
-    cluster.start_store()
-    put_all(tier, area.chunks(space, keys))
-    cluster.kill_master()
-    for _ in range(2):  # the first one on a connection of before
-        with pytest.raises(TierError, match=r"start mooncake_master|code -90"):
-            tier.get(area.empties(space, keys), soon())
-    with pytest.raises(TierError, match="start mooncake_master"):
-        tier.contains(space, keys, soon())
-    with pytest.raises(TierError, match="start mooncake_master"):
-        MooncakeTier.open(BackendOptions("", {"master": cluster.master_address}), Area(4096).memory)
-    cluster.start_master()
-    cluster.wait_segments(1)
-    assert tier.get(area.empties(space, keys), soon()) == [ABSENT] * 4
-    put_all(tier, area.chunks(space, keys))
-    back = area.empties(space, keys)
-    assert tier.get(back, soon()) == [OK] * 4
-    assert all(map(is_whole, back))

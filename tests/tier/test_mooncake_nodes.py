@@ -41,10 +41,6 @@ class Place:
         found: dict[str, Any] = tier
         return found
 
-    def wait_closed(self) -> None:
-        """Until the breaker has closed by itself."""
-        eventually(lambda: self.tier["breaker"], "closed".__eq__)
-
     def keep(self, keys: list[bytes]) -> None:
         """Store, ask for what was stored, and wait until the cluster has it."""
         before = self.tier["counters"]["puts"]["ok"]
@@ -160,58 +156,40 @@ def test_damaged_objects_are_told_of_without_their_keys(
 
 
 @pytest.mark.nightly
-def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
-    """What the dead store held is missed, memory goes on, and with another one all serves again."""
-    keys, own = keys_of("lost", 4), keys_of("memory-s", 4)
+@pytest.mark.parametrize("part", ["store", "master", "network"])
+def test_what_breaks_comes_back(cluster: Cluster, here: Place, there: Place, part: str) -> None:
+    """Meanwhile memory goes on and the rest is missed; then all serves again by itself."""
+    keys, own, again = (keys_of(f"{part}-{name}", 4) for name in ("kept", "memory", "again"))
     here.keep(keys)
     there.engine.store(own)
-    cluster.kill_store()
-    cluster.wait_segments(0)
-    there.misses(keys)
     wait_hit(there.engine, own)
+    if part == "store":
+        cluster.kill_store()
+        cluster.wait_segments(0)
+    elif part == "master":
+        cluster.kill_master()
+    else:
+        cluster.cut(there.node)
+    if part != "store":
+        there.ask_until_open()
+        assert there.engine.scheduler.find_tier(keys[0]) == NO_TIER
+    there.misses(keys)
     assert there.engine.load(own) == (4, 0)
-    cluster.start_store(1)
-    again = keys_of("found", 4)
-    eventually(lambda: not here.tier["full"])
+    if part == "store":
+        cluster.start_store(1)
+        eventually(lambda: not here.tier["full"])
+    elif part == "master":
+        assert "start mooncake_master" in there.tier["last_error"]
+        cluster.start_master()
+        cluster.wait_segments(1)
+    else:
+        cluster.mend(there.node)
+    for place in (here, there):
+        eventually(lambda place=place: place.tier["breaker"], "closed".__eq__)  # type: ignore[misc]
+    if part == "network":
+        there.bring(keys)
     here.keep(again)
     there.bring(again)
-
-
-@pytest.mark.nightly
-def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
-    """Its death is misses and an open breaker; when it is back, the breaker closes by itself."""
-    keys, own = keys_of("master", 4), keys_of("memory-m", 4)
-    here.keep(keys)
-    there.engine.store(own)
-    wait_hit(there.engine, own)
-    cluster.kill_master()
-    there.ask_until_open()
-    there.misses(keys)
-    assert there.engine.scheduler.find_tier(keys[0]) == NO_TIER
-    assert there.engine.load(own) == (4, 0)
-    cluster.start_master()
-    cluster.wait_segments(1)
-    there.wait_closed()
-    here.wait_closed()
-    again = keys_of("master-again", 4)
-    here.keep(again)
-    there.bring(again)
-
-
-@pytest.mark.nightly
-def test_a_partition(cluster: Cluster, here: Place, there: Place) -> None:
-    """A node that is cut off goes on with its memory, and finds what was stored when it is back."""
-    keys, own = keys_of("cut", 4), keys_of("memory-p", 4)
-    here.keep(keys)
-    there.engine.store(own)
-    wait_hit(there.engine, own)
-    cluster.cut(there.node)
-    there.ask_until_open()
-    there.misses(keys)
-    assert there.engine.load(own) == (4, 0)
-    cluster.mend(there.node)
-    there.wait_closed()
-    there.bring(keys)
 
 
 def test_the_node_that_stored_is_lost(here: Place, there: Place) -> None:

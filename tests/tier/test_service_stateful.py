@@ -25,14 +25,13 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.directory import SlotState
 from tests.exploring import explored
+from tests.tier.areas import content, coverage_of
 from tests.tier.broker import (
     SALT,
     SHARES,
     SLOTS,
     FakeBroker,
     Namespace,
-    content,
-    coverage,
     described,
 )
 from tests.tier.doubles.memory_tier import MemoryTier
@@ -51,8 +50,8 @@ ROOM = 10 * (sum(SHARES) + 200)  # chunks
 class Service(RuleBasedStateMachine):
     """A broker with two namespaces, and what it may rely on.
 
-    The double in memory drops the oldest chunk where it has no room, loses, breaks and fails as
-    the example says.
+    The double in memory drops the oldest chunk where it has no room, and turns bits and fails as
+    often as the class says.
     """
 
     corrupt = "0"
@@ -138,8 +137,8 @@ class Service(RuleBasedStateMachine):
         for at, ((key, slot), code, covered) in enumerate(found):
             assert code in allowed
             if code == OK:
-                assert space.read(slot) == content(key)
-                assert covered == coverage(key)
+                assert space.read(slot) == content(key, sum(SHARES)).tobytes()
+                assert covered == coverage_of(key)
                 assert done.descriptions[at] == described(key)
             elif code == ABSENT:
                 self.wait_for_tidiness()
@@ -193,7 +192,7 @@ class Service(RuleBasedStateMachine):
         told = self.broker.held(space.name)
         self.wait_for_tidiness()
         assert told.keys() >= self.held[where]
-        assert all(covered == coverage(key) for key, covered in told.items())
+        assert all(covered == coverage_of(key) for key, covered in told.items())
 
     @precondition(lambda self: not self.hang.exists())
     @rule(where=WHERE, rows=BATCH, again=BATCH)
