@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvd.cache.adaptive import BINS, POLICIES, AdaptivePolicy, LruContents, LruFloor, gains
 from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy, SlotLists

@@ -165,7 +165,7 @@ class Reopening(TableMachine):
             model.chunks = {key: chunk for key, chunk in model.chunks.items() if chunk.ready}
             for gone in (model.draining, model.leases, model.doomed, model.loans, model.ghosts):
                 gone.clear()
-            for forgotten in (model.filled, model.on_ready, model.on_asked, model.was_reset):
+            for forgotten in (model.on_ready, model.on_asked, model.was_reset):
                 forgotten.clear()
             # With `all`, tiers also get what the daemon before has left.
             model.on_ready += sorted(chunk.ref for chunk in model.chunks.values())

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 
 from kvd.cache import tier_table
@@ -45,10 +40,7 @@ def make(
 ) -> tuple[TierTable, TierTableView]:
     """A tier table in a bytearray, and what readers have of it."""
     header = DirectoryHeader(
-        *(4, 8, SPACE, BOOT, 4),
-        probe_limit=limit,
-        tier_capacity=capacity,
-        num_tiers=num_tiers,
+        *(4, 8, SPACE, BOOT, 4), probe_limit=limit, tier_capacity=capacity, num_tiers=num_tiers
     )
     buffer = bytearray(header.total_bytes)
     writer, view = DirectoryWriter(buffer, header), DirectoryView(memoryview(buffer).toreadonly())
@@ -200,11 +192,7 @@ class TierTableMachine(RuleBasedStateMachine):
                 assert place == self.places(*self.model[key])
             self.seen.add(key)
 
-    @rule(
-        key=st.sampled_from(KEYS),
-        tier=st.integers(0, TIERS - 1),
-        blocks=st.sampled_from(BLOCKS),
-    )
+    @rule(key=st.sampled_from(KEYS), tier=st.integers(0, TIERS - 1), blocks=st.sampled_from(BLOCKS))
     def hold(self, key: bytes, tier: int, blocks: tuple[int, int, int]) -> None:
         """A tier has put a chunk."""
         self.changing = {key}

@@ -12,15 +12,7 @@ from typing import Self
 
 import pytest
 
-from kvd.wire.tiering import (
-    TIERING,
-    BeginTier,
-    StopTier,
-    TierFailed,
-    TierPing,
-    TierPong,
-    TierReady,
-)
+from kvd.wire.tiering import TIERING, BeginTier, StopTier, TierFailed, TierPing, TierPong, TierReady
 from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 from tests.daemon.serving import finding_doubles

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from kvd.errors import TierError
 from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
-from kvd.tier.batches import (
-    HEAD_BYTES,
-    Damaged,
-    SealedHead,
-    checksum_of,
-    seal,
-    space_id,
-    unseal,
-)
+from kvd.tier.batches import HEAD_BYTES, Damaged, SealedHead, checksum_of, seal, space_id, unseal
 from kvd.tier.contract import BackendOptions, Chunk, Space
 from kvd.wire.tiering import BatchResult, NamespaceOpened, StopTier
 from kvd_proto.directory import SlotState

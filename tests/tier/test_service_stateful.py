@@ -26,14 +26,7 @@ from kvd.wire.tiering import (
 from kvd_proto.directory import SlotState
 from tests.exploring import explored
 from tests.tier.areas import content, coverage_of
-from tests.tier.broker import (
-    SALT,
-    SHARES,
-    SLOTS,
-    FakeBroker,
-    Namespace,
-    described,
-)
+from tests.tier.broker import SALT, SHARES, SLOTS, FakeBroker, Namespace, described
 from tests.tier.doubles.memory_tier import MemoryTier
 from tests.waiting import eventually
 
