@@ -1,8 +1,10 @@
-"""Namespaces in plain memory, and chunks stored at once."""
+"""Namespaces in plain memory, chunks stored at once, and readers of a directory's changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Blocks, ChunkRefs, covers
@@ -12,8 +14,8 @@ from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
 from kvd.pool.geometry import FillOrder
-from kvd_proto.changes import MIN_CHANGES, ChangeKind
-from kvd_proto.directory import SlotState
+from kvd_proto.changes import MIN_CHANGES, Change, ChangeKind
+from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryView, SlotState
 
 PAGE = 4096
 MIB = 2**20
@@ -107,10 +109,12 @@ def begin(
     usable: int | None = None,
     blocks: Blocks | None = None,
     seconds: float = 60.0,
+    descriptions: Sequence[bytes] = (),
 ) -> Begun:
     """Begin the stores of what is not here, as the only scheduler does, while it is lent slots.
 
-    `blocks` are those that will be stored of each; None: all.
+    `blocks` are those that will be stored of each; None: all. With `descriptions`, a slot for
+    every key is needed at once.
     """
     begun = Begun()
     wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
@@ -123,7 +127,11 @@ def begin(
         slots, generations = map(list, zip(*loans, strict=True))
         parts = [blocks] * len(some) if blocks is not None else []
         before = table.directory.changes.head
-        table.stores.begin(some, slots, generations, owner, now, parts, seconds=seconds)
+        table.stores.begin(
+            *(some, slots, generations, owner, now, parts),
+            seconds=seconds,
+            descriptions=descriptions,
+        )
         begun.evicted += removed(table, before)
         begun.keys += some
         begun.slots += slots
@@ -132,10 +140,9 @@ def begin(
 
 
 def _is_new(table: ChunkTable, key: bytes, blocks: Blocks | None) -> bool:
-    here = table.directory.entry(key)
-    if here is None:
+    if (entry := table.directory.entry(key)) is None:
         return True
-    _, _, state, *held = here
+    _, _, state, *held = entry
     offered = blocks or (0, table.directory.blocks_per_chunk)
     return state == SlotState.READY and (*held,) != offered and covers(offered, (held[0], held[1]))
 
@@ -170,3 +177,65 @@ def pin(
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
     table.loads.pin(number, slots, generations, owner, now, seconds)
     return refs
+
+
+Place: TypeAlias = tuple[int, int, int, int, int]
+"""Slot, generation, first block, count of blocks and group of a chunk."""
+
+
+def records(view: DirectoryView) -> dict[bytes, Place]:
+    """The chunks that count, by what the records of all slots say."""
+    whole = view._memory  # what a reader has that has no other code
+    floor = int.from_bytes(whole[FLOOR_AT : FLOOR_AT + 8], "little")
+    table = np.frombuffer(whole, RECORD_DTYPE, view.num_slots, view.header.records_offset)
+    counts = (table["state"] == SlotState.READY) & (table["generation"] > floor)
+    found = {}
+    for slot in np.flatnonzero(counts & (table["key_len"] > 0)).tolist():
+        row = table[slot]
+        generation, first, count, group = row[["generation", "first", "count", "group"]].tolist()
+        key = row["key"].tobytes()[: row["key_len"]]
+        found[key] = slot, generation, first, count, group
+    return found
+
+
+def apply(said: dict[bytes, Place], change: Change) -> None:
+    """Take in a change, which may be there already."""
+    _, _, generation, slot, first, count, group, kind, key = change
+    if kind == ChangeKind.READY:
+        said[key] = slot, generation, first, count, group
+    elif kind == ChangeKind.CLEARED:
+        for gone in [key for key, place in said.items() if place[1] <= generation]:
+            del said[gone]
+    elif key in said and said[key][:2] == (slot, generation):
+        del said[key]
+
+
+class Follower:
+    """Follows the changes of a directory from now on.
+
+    `said` are the chunks that count, as far as it knows.
+    """
+
+    def __init__(self, view: DirectoryView) -> None:
+        self.view = view
+        self.number = view.changes.head
+        self.said = records(view)
+
+    def catch_up(self) -> None:
+        """Take in all that has changed.
+
+        Raises:
+            AssertionError: it was overrun, or a change says what was so already.
+        """
+        changes = self.view.changes.read(self.number, 2**20)
+        assert changes is not None
+        for change in changes:
+            key = change[-1]
+            if change[-2] > ChangeKind.CLEARED:
+                continue  # of tiers
+            if change[-2] != ChangeKind.CLEARED:
+                assert (key in self.said) == (change[-2] == ChangeKind.REMOVED)
+            before = self.said.copy()
+            apply(self.said, change)
+            assert change[-2] == ChangeKind.CLEARED or self.said != before
+        self.number += len(changes)

@@ -24,8 +24,7 @@ from kvd.config.values import Quota
 from kvd_proto.directory import TIER_OWNER, LookupResult
 from kvd_proto.messages import LABEL_ONLY
 from kvd_proto.tier_table import TierEntry
-from tests.cache.followers import Follower, records
-from tests.cache.tables import add, make_namespaces, removed
+from tests.cache.tables import Follower, add, make_namespaces, records, removed
 from tests.exploring import explored
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]

@@ -29,8 +29,8 @@ from kvd_proto.tier_table import (
     TierTableView,
     tier_table_capacity,
 )
-from tests.cache import tier_reader
 from tests.exploring import explored
+from tests.processes import ROOT
 
 SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
 
@@ -93,26 +93,57 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table.check_integrity()
 
 
+CROWDED = [key for home in (10, 11, 12, 60, 63) for key in keys_at(home, 64, 18)]
+STAY = CROWDED[::9]
+"""These are there all the time."""
+
+
+def blocks_of(key: bytes) -> tuple[int, int, int]:
+    """First block, count of blocks and group that only this key's entry has."""
+    number = zlib.crc32(key)
+    return number % 997, number // 997 % 60_000 + 1, number % 7
+
+
+def read(file: str) -> int:
+    """Read a table again and again, key by key and whole; 0 if all was right."""
+    with Path(file).open("rb") as opened:
+        view = DirectoryView(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)).tiers
+    assert view is not None
+    print("reads", flush=True)
+    hits: list[tuple[bytes, TierEntry]] = []
+    missed = 0
+    for _ in range(300):
+        hits += [(key, entry) for key in CROWDED if (entry := view.find(key)) is not None]
+        listed = dict(view.held_chunks(0, view.places))
+        hits += listed.items()
+        missed += sum(key not in listed for key in STAY)
+    wrong = sum((e.first, e.count, e.group) != blocks_of(key) for key, e in hits)
+    print(f"{len(hits)} hits, {wrong} wrong, {missed} missed in a whole table")
+    return int(not hits or wrong + missed > 0)
+
+
 def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
     """It takes no entry for another's, and who looks at all misses none that stays."""
-    header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=tier_reader.HOMES, num_tiers=2)
+    header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=64, num_tiers=2)
     file = tmp_path / "directory"
     with file.open("wb+") as opened:
         opened.truncate(header.total_bytes)
         table = DirectoryWriter(mmap.mmap(opened.fileno(), 0), header).tiers
     assert table is not None
-    come_and_go = [key for key in tier_reader.KEYS if key not in tier_reader.STAY]
-    for key in tier_reader.STAY:
-        table.hold(key, 0, *tier_reader.blocks(key))
-    command = [sys.executable, "-m", "tests.cache.tier_reader", str(file), "300"]
+    for key in STAY:
+        table.hold(key, 0, *blocks_of(key))
+    come_and_go = sorted(set(CROWDED).difference(STAY))
+    script = f"import sys, {__name__} as this; sys.exit(this.read({str(file)!r}))"
     chance = random.Random(17)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "reads\n"
         while reader.poll() is None:
             for key in chance.sample(come_and_go, 40):
                 if not table.release(key, 0):
-                    table.hold(key, 0, *tier_reader.blocks(key))
+                    table.hold(key, 0, *blocks_of(key))
         assert reader.returncode == 0, reader.stdout.read()
     table.check_integrity()
 
