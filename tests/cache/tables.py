@@ -1,6 +1,6 @@
 """Namespaces in plain memory, chunks stored at once, and readers of a directory's changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -177,6 +177,30 @@ def pin(
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
     table.loads.pin(number, slots, generations, owner, now, seconds)
     return refs
+
+
+class Watched:
+    """Memory: after every write there is a look, and within one that is longer than a word.
+
+    `cuts`: so many bytes of that are written before.
+    """
+
+    def __init__(
+        self, memory: memoryview, look: Callable[[], None], cuts: Sequence[int] = ()
+    ) -> None:
+        self._memory, self._look, self._cuts = memory, look, cuts
+        self.release = memory.release
+
+    def __setitem__(self, where: int | slice, value: Any) -> None:
+        if isinstance(where, slice):
+            for cut in self._cuts:
+                self._memory[where.start : where.start + cut] = value[:cut]
+                self._look()
+        self._memory[where] = value
+        self._look()
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._memory[where]
 
 
 Place: TypeAlias = tuple[int, int, int, int, int]

@@ -16,35 +16,12 @@ from kvd.cache.recovery import MAX_RESETS, RESET_BYTES, SALT_BYTES, PoolTrailer,
 from kvd.errors import LedgerDamaged
 from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
-from tests.cache.tables import PAGE, add, make_namespaces, pin
+from tests.cache.tables import PAGE, Watched, add, make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine
 from tests.exploring import explored
 
 COPY_EVERY, PUT_BACK_EVERY = 23, 3  # writes; copies are made inside a change, too
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
-
-
-class Watched:
-    """Memory whose every write is followed, and where it is longer than a word cut, by a look."""
-
-    def __init__(self, memory: memoryview, look: Any) -> None:
-        self._memory = memory
-        self._look = look
-
-    def __setitem__(self, where: int | slice, value: Any) -> None:
-        if isinstance(where, slice):
-            for cut in CUTS:
-                self._memory[where.start : where.start + cut] = value[:cut]
-                self._look()
-        self._memory[where] = value
-        self._look()
-
-    def __getitem__(self, where: Any) -> Any:
-        return self._memory[where]
-
-    def release(self) -> None:
-        """As memory's."""
-        self._memory.release()
 
 
 def held(table: ChunkTable) -> dict[bytes, tuple[int, int]]:
@@ -99,11 +76,11 @@ class Reopening(TableMachine):
         """A namespace whose ledger is watched."""
         namespace = super().open(number)
         ledger: Any = namespace.directory.ledger
-        ledger._words = Watched(ledger._words, self.look)
-        ledger._records = Watched(ledger._records, self.look)
-        ledger._number = Watched(ledger._number, self.look)
+        ledger._words = Watched(ledger._words, self.look, CUTS)
+        ledger._records = Watched(ledger._records, self.look, CUTS)
+        ledger._number = Watched(ledger._number, self.look, CUTS)
         if not isinstance(ledger._trailer._words, Watched):
-            ledger._trailer._words = Watched(ledger._trailer._words, self.look)
+            ledger._trailer._words = Watched(ledger._trailer._words, self.look, CUTS)
         return namespace
 
     def copy(self) -> tuple[dict[str, bytearray], bytearray]:

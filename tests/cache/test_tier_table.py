@@ -8,7 +8,6 @@ import zlib
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from kvd_proto.tier_table import (
     TierTableView,
     tier_table_capacity,
 )
+from tests.cache.tables import Watched
 from tests.exploring import explored
 from tests.processes import ROOT
 
@@ -146,21 +146,6 @@ def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
                     table.hold(key, 0, *blocks_of(key))
         assert reader.returncode == 0, reader.stdout.read()
     table.check_integrity()
-
-
-class Watched:
-    """Words of a table: after every store a reader looks."""
-
-    def __init__(self, words: memoryview, look: Any) -> None:
-        self._words = words
-        self._look = look
-
-    def __getitem__(self, where: int) -> int:
-        return self._words[where]
-
-    def __setitem__(self, where: int, value: int) -> None:
-        self._words[where] = value
-        self._look()
 
 
 TIERS = 3
