@@ -117,13 +117,13 @@ def begin(
     every key is needed at once.
     """
     begun = Begun()
-    wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
-    while wanted:
-        table.lending.lend(owner, len(wanted), 1, now, usable)
-        loans = loans_of(table, owner)[: len(wanted)]
+    remaining = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
+    while remaining:
+        table.lending.lend(owner, len(remaining), 1, now, usable)
+        loans = loans_of(table, owner)[: len(remaining)]
         if not loans:
             break
-        some, wanted = wanted[: len(loans)], wanted[len(loans) :]
+        some, remaining = remaining[: len(loans)], remaining[len(loans) :]
         slots, generations = map(list, zip(*loans, strict=True))
         parts = [blocks] * len(some) if blocks is not None else []
         before = table.directory.changes.head
@@ -142,9 +142,9 @@ def begin(
 def _is_new(table: ChunkTable, key: bytes, blocks: Blocks | None) -> bool:
     if (entry := table.directory.entry(key)) is None:
         return True
-    _, _, state, *held = entry
-    offered = blocks or (0, table.directory.blocks_per_chunk)
-    return state == SlotState.READY and (*held,) != offered and covers(offered, (held[0], held[1]))
+    _, _, state, first, count = entry
+    offered, stored = blocks or (0, table.directory.blocks_per_chunk), (first, count)
+    return state == SlotState.READY and stored != offered and covers(offered, stored)
 
 
 def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> Begun:
@@ -172,8 +172,8 @@ def pin(
     number: int = 1,
 ) -> list[tuple[int, int]]:
     """Pin those of the keys that are READY: their slots and generations."""
-    found = [entry for key in keys if (entry := table.directory.entry(key)) is not None]
-    refs = [(slot, generation) for slot, generation, state, *_ in found if state == SlotState.READY]
+    entries = [entry for key in keys if (entry := table.directory.entry(key)) is not None]
+    refs = [(slot, gen) for slot, gen, state, *_ in entries if state == SlotState.READY]
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
     table.loads.pin(number, slots, generations, owner, now, seconds)
     return refs
@@ -209,17 +209,17 @@ Place: TypeAlias = tuple[int, int, int, int, int]
 
 def records(view: DirectoryView) -> dict[bytes, Place]:
     """The chunks that count, by what the records of all slots say."""
-    whole = view._memory  # what a reader has that has no other code
-    floor = int.from_bytes(whole[FLOOR_AT : FLOOR_AT + 8], "little")
-    table = np.frombuffer(whole, RECORD_DTYPE, view.num_slots, view.header.records_offset)
+    memory = view._memory  # what a reader has that has no other code
+    floor = int.from_bytes(memory[FLOOR_AT : FLOOR_AT + 8], "little")
+    table = np.frombuffer(memory, RECORD_DTYPE, view.num_slots, view.header.records_offset)
     counts = (table["state"] == SlotState.READY) & (table["generation"] > floor)
-    found = {}
+    chunks = {}
     for slot in np.flatnonzero(counts & (table["key_len"] > 0)).tolist():
         row = table[slot]
         generation, first, count, group = row[["generation", "first", "count", "group"]].tolist()
         key = row["key"].tobytes()[: row["key_len"]]
-        found[key] = slot, generation, first, count, group
-    return found
+        chunks[key] = slot, generation, first, count, group
+    return chunks
 
 
 def apply(said: dict[bytes, Place], change: Change) -> None:

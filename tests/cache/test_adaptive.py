@@ -59,11 +59,11 @@ def model_gain(touches: float, next_uses: Sequence[float], age: int) -> float:
     for uses in next_uses:
         unused.append(max(0.001, unused[-1] - uses / touches))
     edges = [2 ** (j / 3) - 1 for j in range(BINS + 1)]
-    best = hits = held = 0.0
+    best = hits = occupied = 0.0
     for j in range(age, BINS):
         hits += next_uses[j] / touches
-        held += (unused[j] + unused[j + 1]) / 2 * (edges[j + 1] - edges[j])
-        best = max(best, hits / held)
+        occupied += (unused[j] + unused[j + 1]) / 2 * (edges[j + 1] - edges[j])
+        best = max(best, hits / occupied)
     return best
 
 
@@ -270,8 +270,8 @@ class AdaptiveMachine(RuleBasedStateMachine):
     @rule(seed=seeds)
     def store(self, seed: int) -> None:
         """A request stores chunks where there is room."""
-        held = {chunk.key for chunk in self.model.chunks.values()}
-        keys = [key for number in range(KEYS) if (key := b"key%d" % number) not in held]
+        stored = {chunk.key for chunk in self.model.chunks.values()}
+        keys = [key for number in range(KEYS) if (key := b"key%d" % number) not in stored]
         free = [slot for slot in range(SLOTS) if slot not in self.model.chunks]
         slots = some_of(free, seed)
         self.insert(dict(zip(slots, Random(seed).sample(keys, len(slots)), strict=True)))

@@ -54,14 +54,14 @@ def begin(
 @cache
 def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
     """Keys whose entries all want to be at the same place of the index."""
-    found: list[bytes] = []
+    keys: list[bytes] = []
     number = 0
-    while len(found) < count:
+    while len(keys) < count:
         key = number.to_bytes(8, "little")
         if zlib.crc32(key) & mask == home:
-            found.append(key)
+            keys.append(key)
         number += 1
-    return found
+    return keys
 
 
 @given(st.integers(1, 10**9))
@@ -169,8 +169,8 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
         begin(writer, [key], [slot], 1)
         writer.make_ready(slot)
         model[key] = slot
-        for each in keys:
-            assert view.find(each) == model.get(each, -1)
+        for other in keys:
+            assert view.find(other) == model.get(other, -1)
         writer.check_integrity()
 
 
@@ -256,13 +256,13 @@ def test_between_any_two_stores_a_reader_sees_no_false_change(steps: list[Step])
     seen: dict[tuple[int, tuple[tuple[bytes, Place], ...]], None] = {}
 
     def look() -> None:
-        there, head = records(view), view.changes.head
+        shown, head = records(view), view.changes.head
         if head > len(log):
             log.extend(view.changes.read(head - 1, 1) or [])
-            told = dict(there)
-            apply(told, log[head - 1])
-            assert told == there
-        seen[head, tuple(there.items())] = None
+            replayed = dict(shown)
+            apply(replayed, log[head - 1])
+            assert replayed == shown
+        seen[head, tuple(shown.items())] = None
         for after in range(max(0, head - ring - 1), head):
             read = view.changes.read(after, ring)
             assert read == (log[after:] if after > head - ring else None)
@@ -274,8 +274,8 @@ def test_between_any_two_stores_a_reader_sees_no_false_change(steps: list[Step])
     writer.check_integrity()
     moments = list(seen)
     for number, (head, _) in enumerate(moments):
-        for _, there in moments[number:]:
-            known = dict(there)
+        for _, shown in moments[number:]:
+            known = dict(shown)
             for change in log[head:]:
                 apply(known, change)
             assert known == records(view)

@@ -452,7 +452,7 @@ class TableMachine(RuleBasedStateMachine):
         """An engine pins these slots with these generations."""
         directory = model.table.directory
         keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
-        there = [
+        pinned = [
             ref
             for ref in named
             if ref in keys
@@ -460,15 +460,15 @@ class TableMachine(RuleBasedStateMachine):
         ]
         slots, generations = [slot for slot, _ in named], [generation for _, generation in named]
         model.table.loads.pin(number, slots, generations, owner, self.now, seconds)
-        if not there:
+        if not pinned:
             return
-        lease = Lease(owner, self.now + seconds, [slot for slot, _ in there])
+        lease = Lease(owner, self.now + seconds, [slot for slot, _ in pinned])
         model.leases[owner, number] = lease
-        for ref in there:
+        for ref in pinned:
             model.ask(ref)
-        model.end_loans([slot for slot, _ in there])
+        model.end_loans([slot for slot, _ in pinned])
         model.end_leases([])
-        here = [keys[ref] for ref in there if ref in keys]
+        here = [keys[ref] for ref in pinned if ref in keys]
         model.use(here)
         for key in here:
             model.chunks[key].used = self.now
@@ -636,7 +636,7 @@ class TableMachine(RuleBasedStateMachine):
         missing = [key for key in dict.fromkeys(keys) if key not in model.chunks][:most]
         candidates = model.candidates()
         before = model.table.directory.changes.head
-        found = model.table.promotions.begin(keys, tier, self.now, TICKET, most)
+        begun = model.table.promotions.begin(keys, tier, self.now, TICKET, most)
         evicted = removed(model.table, before)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
@@ -644,19 +644,19 @@ class TableMachine(RuleBasedStateMachine):
         if self.policy == "lru":
             assert evicted == candidates[: len(evicted)]
         model.evict(evicted)
-        assert [key for key, _, _ in found] == missing[: len(found)]
-        if len(found) < len(missing):
+        assert [key for key, _, _ in begun] == missing[: len(begun)]
+        if len(begun) < len(missing):
             assert not model.table.space.free_slots
             assert not model.candidates()
         taken = model.in_use() | {chunk.slot for chunk in model.chunks.values()}
-        for key, slot, generation in found:
+        for key, slot, generation in begun:
             assert slot not in taken
             taken.add(slot)
             chunk = Chunk(slot, generation, TIER_OWNER, self.now + TICKET, used=self.now, tier=tier)
             model.chunks[key] = chunk
             model.ghosts.pop(key, None)
             assert model.table.directory.owner(slot) == TIER_OWNER
-        model.use([key for key, _, _ in found])
+        model.use([key for key, _, _ in begun])
 
     @rule(space=SPACE, data=st.data(), blocks=st.sampled_from([*PARTS, *PARTS, (0, 0), (4, 9)]))
     def promoted(self, space: int, data: st.DataObject, blocks: Part) -> None:
@@ -706,9 +706,9 @@ class TableMachine(RuleBasedStateMachine):
         refs += [chunk.ref for chunk in model.chunks.values() if not chunk.tier]
         if refs:
             named = data.draw(st.lists(st.sampled_from(sorted(refs)), unique=True))
-            there = [ref for ref in named if ref in keys]
-            assert model.table.promotions.give_up(named) == there
-            model.give_up([keys[ref] for ref in there], [])
+            given_up = [ref for ref in named if ref in keys]
+            assert model.table.promotions.give_up(named) == given_up
+            model.give_up([keys[ref] for ref in given_up], [])
 
     @rule(tier=st.sampled_from(PROCESSES))
     def tier_lost(self, tier: str) -> None:
@@ -722,14 +722,14 @@ class TableMachine(RuleBasedStateMachine):
             model.table.slots.lane_lost(tier)
             model.draining = {ref: name for ref, name in model.draining.items() if name != tier}
 
-    @rule(space=SPACE, key=st.sampled_from(KEYS), held=st.booleans())
+    @rule(space=SPACE, key=st.sampled_from(KEYS), holds=st.booleans())
     @precondition(lambda self: self.tiers)
-    def tier_holds(self, space: int, key: bytes, held: bool) -> None:
+    def tier_holds(self, space: int, key: bytes, holds: bool) -> None:
         """A tier says that it keeps a chunk, or not any more."""
         model = self.models[space]
         tiers = model.table.directory.tiers
         assert tiers is not None
-        if held:
+        if holds:
             assert tiers.hold(key, 0, 0, BLOCKS, 0)
             model.held[key] = 0, BLOCKS
         else:
@@ -746,17 +746,17 @@ class TableMachine(RuleBasedStateMachine):
         assert queue is not None
         assert len(queue) == len(expected)
         keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
-        found: list[tuple[bytes, int, int, int, int, int]] = []
+        rows: list[tuple[bytes, int, int, int, int, int]] = []
         missed = 0
         for _ in range(min(2 * n, len(expected))):
-            if len(found) < n:
+            if len(rows) < n:
                 ref = expected.pop(0)
                 if ref in keys:
                     blocks = model.chunks[keys[ref]].blocks
-                    found.append((keys[ref], *ref, min(blocks), len(blocks), 0))
+                    rows.append((keys[ref], *ref, min(blocks), len(blocks), 0))
                 else:
                     missed += 1
-        assert queue.take(n) == found
+        assert queue.take(n) == rows
         assert queue.take_missed() == missed
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
@@ -765,8 +765,8 @@ class TableMachine(RuleBasedStateMachine):
         self.now += seconds
         for model in self.models:
             refs = model.table.expire(self.now)
-            there = model.writing() + model.coming()
-            late = [key for key in there if model.chunks[key].deadline <= self.now]
+            unfinished = model.writing() + model.coming()
+            late = [key for key in unfinished if model.chunks[key].deadline <= self.now]
             model.give_up(late, refs)
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
@@ -817,7 +817,7 @@ class TableMachine(RuleBasedStateMachine):
         """An operator drops the chunks of some slots that are of no use."""
         model = self.models[space]
         pinned = model.pinned()
-        there = [
+        removable = [
             key
             for key, chunk in model.chunks.items()
             if chunk.ready
@@ -825,8 +825,8 @@ class TableMachine(RuleBasedStateMachine):
             and chunk.slot not in pinned
             and self.now - chunk.used >= unused_for
         ]
-        assert model.table.remove(first, count, unused_for) == len(there)
-        for key in there:
+        assert model.table.remove(first, count, unused_for) == len(removable)
+        for key in removable:
             model.end_loans([model.chunks.pop(key).slot])
             model.remember(key, GhostCause.REMOVED)
 
@@ -895,8 +895,8 @@ class TableMachine(RuleBasedStateMachine):
             busy = *model.writing(), *model.coming(), *model.in_use(), *model.pinned()
             assert table.slots.is_idle == (not busy)
             if (tiers := table.directory.tiers) is not None:
-                held = {key: TierEntry(1, *blocks, 0) for key, blocks in model.held.items()}
-                assert dict(tiers.held_chunks(0, tiers.places)) == held
+                expected = {key: TierEntry(1, *blocks, 0) for key, blocks in model.held.items()}
+                assert dict(tiers.held_chunks(0, tiers.places)) == expected
             for slot, loan in model.loans.items():
                 assert table.directory.is_lent(slot, loan.generation)
             self.check_ghosts(model)
@@ -905,15 +905,15 @@ class TableMachine(RuleBasedStateMachine):
     def check_ghosts(model: Model) -> None:
         """Ghosts say why chunks left; what a reset dropped has one once its slot was swept."""
         ghosts = model.table.ghosts
-        found = {key: ghost.cause for key in KEYS if (ghost := ghosts.find(key)) is not None}
-        for key in model.was_reset & found.keys():
-            if found[key] is GhostCause.RESET:
-                model.remember(key, found[key])
+        causes = {key: ghost.cause for key in KEYS if (ghost := ghosts.find(key)) is not None}
+        for key in model.was_reset & causes.keys():
+            if causes[key] is GhostCause.RESET:
+                model.remember(key, causes[key])
         if model.forgets_ghosts:
-            assert found.items() <= model.ghosts.items()
+            assert causes.items() <= model.ghosts.items()
         else:
-            assert found == model.ghosts
-        model.ghosts, model.ghosts_of_step, model.forgets_ghosts = found, set(found), False
+            assert causes == model.ghosts
+        model.ghosts, model.ghosts_of_step, model.forgets_ghosts = causes, set(causes), False
         if not model.table.slots.forgotten:
             model.was_reset.clear()
 

@@ -183,13 +183,13 @@ class TierTableMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """While one key changes, each other one is missed or found as it is."""
         for key in KEYS:
-            found = self.view.find(key)
-            if key in self.changing or found is None or self.leaving:
+            entry = self.view.find(key)
+            if key in self.changing or entry is None or self.leaving:
                 continue
-            if not found.tiers:
+            if not entry.tiers:
                 assert key in self.absent
             else:
-                assert found == self.places(*self.model[key])
+                assert entry == self.places(*self.model[key])
         self.look_through()
 
     def look_through(self) -> None:
@@ -225,20 +225,20 @@ class TierTableMachine(RuleBasedStateMachine):
         """A tier's blocks of a chunk were taken in."""
         if key in self.absent:
             self.absent.remove(key)
-        tiers, held = self.model.get(key, (set(), blocks))
+        tiers, stored = self.model.get(key, (set(), blocks))
         tiers -= self.leaving
-        if blocks == held:
+        if blocks == stored:
             tiers.add(tier)
         elif (
             tiers - {tier}
-            and blocks[2] == held[2]
-            and held[0] <= blocks[0]
-            and sum(blocks[:2]) <= sum(held[:2])
+            and blocks[2] == stored[2]
+            and stored[0] <= blocks[0]
+            and sum(blocks[:2]) <= sum(stored[:2])
         ):
             tiers.discard(tier)
         else:
-            tiers, held = {tier}, blocks
-        self.model[key] = tiers, held
+            tiers, stored = {tier}, blocks
+        self.model[key] = tiers, stored
 
     @rule(
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=5),
@@ -310,18 +310,18 @@ class TierTableMachine(RuleBasedStateMachine):
         """Lookups, the whole table and its counts say what the dict says."""
         gone = sum(1 << tier for tier in self.leaving)
         for key in KEYS:
-            found = self.view.find(key)
+            entry = self.view.find(key)
             if key in self.model:
-                assert found is not None
-                assert replace(found, tiers=found.tiers & ~gone) == self.places(*self.model[key])
-            elif found is not None and found.tiers & ~gone == 0:
-                assert found.tiers or key in self.absent
+                assert entry is not None
+                assert replace(entry, tiers=entry.tiers & ~gone) == self.places(*self.model[key])
+            elif entry is not None and entry.tiers & ~gone == 0:
+                assert entry.tiers or key in self.absent
             else:
-                assert found is None
+                assert entry is None
         if not self.leaving:
-            held = {key: self.places(*each) for key, each in self.model.items()}
-            assert whole_table(self.view, 5) == held
-            assert len(self.table) == len(held)
+            expected = {key: self.places(*each) for key, each in self.model.items()}
+            assert whole_table(self.view, 5) == expected
+            assert len(self.table) == len(expected)
         self.table.check_integrity()
 
 

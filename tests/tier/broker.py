@@ -218,17 +218,17 @@ class FakeBroker:
         """Of each chunk of an order."""
         return [Outcome(value) for value in self.done(order).outcomes.tolist()]
 
-    def held(self, name: bytes = b"") -> dict[bytes, tuple[int, int, int]]:
+    def scan(self, name: bytes = b"") -> dict[bytes, tuple[int, int, int]]:
         """What a scan tells, to its end; that of one namespace, or the next."""
-        found: dict[bytes, tuple[int, int, int]] = {}
+        listed: dict[bytes, tuple[int, int, int]] = {}
         while True:
-            held = self.wait_for(ScanResult)
-            if name not in {b"", held.namespace}:
+            scan = self.wait_for(ScanResult)
+            if name not in {b"", scan.namespace}:
                 continue
-            columns = held.first.tolist(), held.count.tolist(), held.groups.tolist()
-            found |= dict(zip(held.keys, zip(*columns, strict=True), strict=True))
-            if held.last:
-                return found
+            columns = scan.first.tolist(), scan.count.tolist(), scan.groups.tolist()
+            listed |= dict(zip(scan.keys, zip(*columns, strict=True), strict=True))
+            if scan.last:
+                return listed
 
     def pong(self) -> TierPong:
         """The answer to a ping."""

@@ -203,9 +203,9 @@ class Conformance:
         for place, key in dropped:
             assert key in model[place] or (place == space and key in stored)
             model[place].pop(key, None)
-        held = self.held(tier, space, stored)
-        assert {(space, key) for key in stored if key not in held} <= set(dropped)
-        for key in held:
+        stored_now = self.held(tier, space, stored)
+        assert {(space, key) for key in stored if key not in stored_now} <= set(dropped)
+        for key in stored_now:
             model[space].setdefault(key, set()).add(salt)
         return len(dropped)
 

@@ -102,10 +102,10 @@ def run(prompts: int, tokens: int) -> bool:
         (tier_of_b,) = daemons[1].status()["tiers"]
     times = [median(answer.first_token_seconds for answer in some) for some in (computed, loaded)]
     same = [a.tokens for a in stored + computed] == [a.tokens for a in loaded + again]
-    found = tier_of_b["counters"]["gets"]["ok"]
+    gets = tier_of_b["counters"]["gets"]["ok"]
     print(
         f"\nFirst token on B: computing takes {times[0] / times[1]:.1f} times as long as loading"
-        f" what A stored ({found:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
+        f" what A stored ({gets:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
         f" Answers are {'the same' if same else 'NOT THE SAME'}, token for token."
     )
     return same and hits > 0

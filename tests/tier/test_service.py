@@ -71,7 +71,7 @@ def broker(tier: Hooked) -> Iterator[FakeBroker]:
     """A service around the double; its first namespace is open with a salt."""
     with FakeBroker(tier) as made:
         made.spaces[0].open()
-        assert made.held() == {}
+        assert made.scan() == {}
         yield made
 
 
@@ -364,10 +364,10 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
         assert len(salt) == 8
         assert asked in {b"", salt}
         assert noted == {name: salt}
-        broker.held()
+        broker.scan()
     with FakeBroker(Noting(OPTIONS)) as broker:
         assert broker.spaces[0].open(b"") == salt
-        broker.held()
+        broker.scan()
         assert broker.spaces[0].open(b"another.") == b"another."
     old, new = space_id(name, salt), space_id(name, b"another.")
     assert calls == [("open", old), ("open", old), ("drop", old), ("open", new)]

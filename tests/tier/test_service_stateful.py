@@ -69,7 +69,7 @@ class Service(RuleBasedStateMachine):
         self.doubted: set[bytes] = set()  # whose Drop may not be carried out yet
         for space in self.broker.spaces:
             space.open()
-            assert self.broker.held() == {}
+            assert self.broker.scan() == {}
 
     def space(self, where: int) -> Namespace:
         """One of the namespaces."""
@@ -173,7 +173,7 @@ class Service(RuleBasedStateMachine):
         of_resets = NamespaceOpened | ScanResult
         self.broker.others = [m for m in self.broker.others if not isinstance(m, of_resets)]
         assert space.open(self.salts[where] if known else b"") == self.salts[where]
-        listed = self.broker.held(space.name)
+        listed = self.broker.scan(space.name)
         self.wait_for_tidiness()
         assert listed.keys() >= self.held[where]
         assert listed == {key: coverage_of(key) for key in listed}
