@@ -35,6 +35,7 @@ SHARES = [
     ((4096,), PAGES),
     ((65536, 4096), PAGES),
     ((1000, 37), PAGES),
+    ((1000, 24), PAGES),  # together they fill blocks of the disk
     ((1,), PAGES),
     ((100_003, 5, 4096), PAGES),
     ((MIB, MIB), PAGES),

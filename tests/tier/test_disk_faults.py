@@ -207,15 +207,6 @@ def test_modes(disks: Disks) -> None:
     assert {file.stat().st_mode & 0o777 for file in disks.folder.iterdir()} == {0o600}
 
 
-def test_a_size_below_one_chunk(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is kept, and a warning says so with the remedy."""
-    tier = disks.open("64KiB")
-    space = begun(tier, space_of(MIB))
-    assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
-    assert "set a larger size" in caplog.text
-    assert not files_of(disks.folder, ".slab")
-
-
 def test_the_floor_is_kept(
     tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,10 +233,16 @@ def test_the_floor_is_kept(
         tier.close()
 
 
-def test_allocating_fails(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slab whose room cannot be had leaves no file, and a put is FULL."""
-    tier = disks.open()
-    space = begun(tier, space_of(65536))
+def test_a_chunk_that_finds_no_room(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is FULL and no file is left; a size below one chunk is a warning with the remedy."""
+    small = disks.open("64KiB")
+    space = begun(small, space_of(MIB))
+    assert small.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
+    assert "set a larger size" in caplog.text
+    tier = disks.reopen(small)
+    tier.open_space(space)
     with monkeypatch.context() as patch:
         patch.setattr("kvd.tier.disk.slabs.os.posix_fallocate", failing(errno.ENOSPC))
         assert tier.put([disks.area.chunk(space, b"k")], soon()) == [FULL]
