@@ -123,8 +123,7 @@ RULES = {
     ),
     "a medium's wrong bytes are detected": (
         "test_every_wrong_record_is_found_out",
-        "test_every_single_bit_of_a_head_counts",
-        "test_wrong_bytes_in_a_share",
+        "test_every_single_bit_of_a_record_counts",
     ),
     "a hanging medium blocks nothing": (
         "test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended",
@@ -144,7 +143,7 @@ RULES = {
     "slots on loan": (
         "test_an_engine_has_a_part_of_its_share_on_loan",
         "test_what_was_refused_is_lent",
-        "test_another_namespace_takes_columns_with_loans_at_once",
+        "test_tables",
         "test_loans_that_were_not_used_end_where_another_engine_gets_too_few",
     ),
     "lease_seconds, ticket_seconds": (

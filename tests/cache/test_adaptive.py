@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvd.cache.adaptive import BINS, POLICIES, AdaptivePolicy, LruContents, LruFloor, gains
 from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy, SlotLists
@@ -64,11 +59,11 @@ def model_gain(touches: float, next_uses: Sequence[float], age: int) -> float:
     for uses in next_uses:
         unused.append(max(0.001, unused[-1] - uses / touches))
     edges = [2 ** (j / 3) - 1 for j in range(BINS + 1)]
-    best = hits = held = 0.0
+    best = hits = occupied = 0.0
     for j in range(age, BINS):
         hits += next_uses[j] / touches
-        held += (unused[j] + unused[j + 1]) / 2 * (edges[j + 1] - edges[j])
-        best = max(best, hits / held)
+        occupied += (unused[j] + unused[j + 1]) / 2 * (edges[j + 1] - edges[j])
+        best = max(best, hits / occupied)
     return best
 
 
@@ -275,8 +270,8 @@ class AdaptiveMachine(RuleBasedStateMachine):
     @rule(seed=seeds)
     def store(self, seed: int) -> None:
         """A request stores chunks where there is room."""
-        held = {chunk.key for chunk in self.model.chunks.values()}
-        keys = [key for number in range(KEYS) if (key := b"key%d" % number) not in held]
+        stored = {chunk.key for chunk in self.model.chunks.values()}
+        keys = [key for number in range(KEYS) if (key := b"key%d" % number) not in stored]
         free = [slot for slot in range(SLOTS) if slot not in self.model.chunks]
         slots = some_of(free, seed)
         self.insert(dict(zip(slots, Random(seed).sample(keys, len(slots)), strict=True)))
@@ -456,41 +451,24 @@ def test_lru_would_find_what_it_holds(slots: int, keys: list[int]) -> None:
         assert len(contents) == len(cache)
 
 
-class Requests:
-    """Requests for 10 chunks each, one a second, of which a policy and LRU find a few."""
-
-    def __init__(self, floor: LruFloor) -> None:
-        self.floor = floor
-        self._now = 0.0
-        self.serve(1, policy=0, lru=0)
-
-    def serve(self, count: int, *, policy: int, lru: int) -> list[int]:
-        """Serve so many, of each of which both find as many chunks as is said.
-
-        Returns:
-            After how many of them it changed who decides, each time.
-        """
-        changes, both = [], min(policy, lru)
-        for number in range(1, count + 1):
-            before, last = self.floor.lru_decides, self._now
-            self._now += 1.0
-            self.floor.touch(last, both, self._now, in_pool=True)
-            self.floor.touch(last, lru - both, self._now, in_pool=False)
-            self.floor.touch(None, policy - both, self._now, in_pool=True)
-            self.floor.touch(None, 10 - max(policy, lru), self._now, in_pool=False)
-            self.floor.end_request(1000)
-            self.floor.check_integrity()
-            if self.floor.lru_decides is not before:
-                changes.append(number)
-        return changes
-
-
 def test_where_lru_would_find_more_it_decides() -> None:
-    """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
-    requests = Requests(LruFloor(0))
-    first, again, second, at_last = requests.serve(
-        70 + 5 * LruFloor.min_lru_requests, policy=4, lru=5
-    )
+    """Three requests' worth of chunks is what is lost each time; LRU decides ever longer.
+
+    Of the ten chunks of each request the policy finds four, and LRU one more.
+    """
+    floor, now, changes = LruFloor(0), 1.0, list[int]()
+    floor.touch(None, 10, now, in_pool=False)
+    floor.end_request(1000)
+    for number in range(1, 71 + 5 * LruFloor.min_lru_requests):
+        before, last, now = floor.lru_decides, now, now + 1.0
+        floor.touch(last, 4, now, in_pool=True)
+        floor.touch(last, 1, now, in_pool=False)
+        floor.touch(None, 5, now, in_pool=False)
+        floor.end_request(1000)
+        floor.check_integrity()
+        if floor.lru_decides is not before:
+            changes.append(number)
+    first, again, second, at_last = changes
     assert 30 <= first <= 33
     assert again - first == LruFloor.min_lru_requests
     assert 30 <= second - again <= 33

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -23,13 +24,11 @@ from kvd.config.values import Quota
 from kvd_proto.directory import TIER_OWNER, LookupResult
 from kvd_proto.messages import LABEL_ONLY
 from kvd_proto.tier_table import TierEntry
-from tests.cache.followers import Follower, records
-from tests.cache.tables import add, make_namespaces, removed
+from tests.cache.tables import Follower, add, make_namespaces, records, removed
 from tests.exploring import explored
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
-SPACES = (0, 1)
 SHAPES = [((4096, 4096), 2, False), ((12288,), 3, True)]  # bytes of a slot, ranks, replicated
 TICKET = 20.0
 PROCESSES = ("tier 0 before", "tier 0 now")
@@ -43,7 +42,14 @@ QUOTAS: tuple[dict[str, Quota], ...] = (
     {"model 0": Quota(floor_bytes=32 * KIB), "model 1": Quota(24 * KIB, 24 * KIB)},
 )
 
-keys_strategy = st.lists(st.sampled_from(KEYS), max_size=10)
+Keys: TypeAlias = list[bytes]
+Ref: TypeAlias = tuple[int, int]
+"""Slot and generation."""
+Part: TypeAlias = tuple[int, int]
+"""First block and count of blocks."""
+
+KEY_LIST = st.lists(st.sampled_from(KEYS), max_size=10)
+SPACE, OWNER, PART = (st.sampled_from(every) for every in ((0, 1), OWNERS, PARTS))
 
 
 @dataclass
@@ -61,7 +67,7 @@ class Chunk:
     tier: str = ""  # the process that fills it
 
     @property
-    def ref(self) -> tuple[int, int]:
+    def ref(self) -> Ref:
         """Where it lies."""
         return self.slot, self.generation
 
@@ -98,26 +104,25 @@ class Model:
         self.replicated = replicated
         self.chunks: dict[bytes, Chunk] = {}
         self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
-        self.draining: dict[int, int] = {}
-        self.filled: dict[int, tuple[int, str]] = {}  # DRAINING, and the tier that may write there
+        self.draining: dict[Ref, str] = {}  # and the tier that may write there
         self.held: dict[bytes, tuple[int, int]] = {}  # by the tier, with these blocks
-        self.marks: dict[tuple[int, int], int] = {}  # 1: stored by a request that ended; 2: asked
-        self.on_ready: list[tuple[int, int]] = []
-        self.on_asked: list[tuple[int, int]] = []
+        self.marks: dict[Ref, int] = {}  # 1: stored by a request that ended; 2: asked
+        self.on_ready: list[Ref] = []
+        self.on_asked: list[Ref] = []
         self.leases: dict[tuple[int, int], Lease] = {}  # by owner and number
         self.doomed: set[int] = set()
         self.loans: dict[int, Loan] = {}
         self.loans_used: dict[int, float] = {}
-        self.ended: list[tuple[int, int]] = []  # loans that were taken back
+        self.ended: list[Ref] = []  # loans that were taken back
         self.ghosts: dict[bytes, GhostCause] = {}
         self.ghosts_of_step: set[bytes] = set()  # those before it, and those that it made
         self.forgets_ghosts = False
         self.was_reset: set[bytes] = set()  # when their chunks leave only a sweep knows
-        self.seen: list[tuple[int, int]] = []  # slots and generations that were READY once
+        self.seen: list[Ref] = []  # slots and generations that were READY once
         self.room = 0
         self.follower = Follower(self.table.directory)
 
-    def use(self, keys: list[bytes]) -> None:
+    def use(self, keys: Keys) -> None:
         """These are here and were used, the first of them last."""
         for key in reversed(keys):
             if key in self.order:
@@ -128,18 +133,21 @@ class Model:
         """Slots under any lease."""
         return {slot for lease in self.leases.values() for slot in lease.slots}
 
+    def in_use(self) -> set[int]:
+        """Slots that have no chunk that can be found, and are not free."""
+        return {*self.loans, *self.doomed, *(slot for slot, _ in self.draining)}
+
     def expected(self, slot: int) -> set[int]:
         """The ranks that have to write a slot."""
         return {slot % self.world_size} if self.replicated else set(range(self.world_size))
 
-    def give_up(self, keys: list[bytes], refs: ChunkRefs) -> None:
+    def give_up(self, keys: Keys, refs: ChunkRefs) -> None:
         """These WRITING chunks are DRAINING now, and exactly the stores were reported."""
         gone = [self.chunks.pop(key) for key in keys]
         assert sorted(refs) == sorted(chunk.ref for chunk in gone if not chunk.tier)
-        self.draining.update(refs)
-        self.filled.update({c.slot: (c.generation, c.tier) for c in gone if c.tier})
+        self.draining.update({chunk.ref: chunk.tier for chunk in gone})
 
-    def evict(self, keys: list[bytes]) -> None:
+    def evict(self, keys: Keys) -> None:
         """These leave for others."""
         for key in keys:
             assert self.may_go(key)
@@ -152,6 +160,11 @@ class Model:
         self.ghosts_of_step.add(key)
         if len(self.ghosts_of_step) > GHOSTS_PER_SLOT * self.table.directory.num_slots:
             self.forgets_ghosts = True
+
+    def loan_refs(self, owner: int | None = None) -> list[Ref]:
+        """Loans, of one owner or all, with the generations that the slots will have."""
+        loans = sorted(self.loans.items())
+        return [(slot, loan.generation) for slot, loan in loans if owner in {loan.owner, None}]
 
     def end_loans(self, slots: list[int]) -> None:
         """These are on loan no longer, those of them that were."""
@@ -178,7 +191,7 @@ class Model:
 
     def loans_of(self, owner: int) -> list[int]:
         """The slots that an owner may give to keys."""
-        return sorted(slot for slot, loan in self.loans.items() if loan.owner == owner)
+        return [slot for slot, _ in self.loan_refs(owner)]
 
     def writing(self) -> list[bytes]:
         """Keys that engines are storing."""
@@ -196,13 +209,13 @@ class Model:
         if self.marks.get(chunk.ref) == 2:
             self.on_asked.append(chunk.ref)
 
-    def ask(self, ref: tuple[int, int]) -> None:
+    def ask(self, ref: Ref) -> None:
         """A READY chunk was asked for."""
         if self.marks.get(ref) != 2:
             self.marks[ref] = 2
             self.on_asked.append(ref)
 
-    def end_leases(self, numbers: list[tuple[int, int]]) -> None:
+    def end_leases(self, numbers: list[Ref]) -> None:
         """Leases end; doomed chunks that nobody pins any more go."""
         for number in numbers:
             del self.leases[number]
@@ -275,7 +288,7 @@ class TableMachine(RuleBasedStateMachine):
         namespace.table.queue_demotions(ready=True, asked=True)
         return namespace
 
-    @rule(space=st.sampled_from(SPACES), attach=st.booleans())
+    @rule(space=SPACE, attach=st.booleans())
     def engines(self, space: int, attach: bool) -> None:
         """An engine comes or goes."""
         namespace = self.models[space].namespace
@@ -285,10 +298,7 @@ class TableMachine(RuleBasedStateMachine):
             self.namespaces.detach_engine(namespace)
 
     @rule(
-        space=st.sampled_from(SPACES),
-        owner=st.sampled_from(OWNERS),
-        need=st.sampled_from([0, 1, 3, 8, 40]),
-        engines=st.integers(1, 3),
+        space=SPACE, owner=OWNER, need=st.sampled_from([0, 1, 3, 8, 40]), engines=st.integers(1, 3)
     )
     def lend(self, space: int, owner: int, need: int, engines: int) -> None:
         """An engine needs so many loans more."""
@@ -310,7 +320,7 @@ class TableMachine(RuleBasedStateMachine):
             # Of the last column taken from others some may be left.
             space_ = model.table.space
             assert space_.free_slots < space_.geometry.column_slots
-        taken = {*model.loans, *model.draining, *model.filled, *model.doomed}
+        taken = model.in_use()
         taken |= {chunk.slot for chunk in model.chunks.values()} - set(candidates)
         assert not taken & set(slots)
         for slot, generation in zip(slots, generations, strict=True):
@@ -318,79 +328,44 @@ class TableMachine(RuleBasedStateMachine):
         if slots:
             model.loans_used[owner] = self.now
 
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        blocks=st.sampled_from(PARTS),
-        data=st.data(),
-    )
+    @rule(space=SPACE, keys=KEY_LIST, owner=OWNER, blocks=PART, data=st.data())
     def begin_with_any(
-        self,
-        space: int,
-        keys: list[bytes],
-        owner: int,
-        blocks: tuple[int, int],
-        data: st.DataObject,
+        self, space: int, keys: Keys, owner: int, blocks: Part, data: st.DataObject
     ) -> None:
         """Keys get slots, some of which are no loans, or another's, or not of this generation."""
         model = self.models[space]
-        refs = [(slot, loan.generation) for slot, loan in model.loans.items()]
-        refs += [*model.ended[-12:], *model.draining.items(), (1000, 1)]
-        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
+        refs = model.loan_refs()
+        refs += [*model.ended[-12:], *model.draining, (1000, 1)]
+        refs += [chunk.ref for chunk in model.chunks.values()]
         refs += [(slot, generation - 1) for slot, generation in refs]
         drawn = data.draw(st.lists(st.sampled_from(sorted(refs)), max_size=len(keys)))
         self.give(model, keys, drawn, owner, blocks)
 
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        blocks=st.sampled_from(PARTS),
-        dropped=keys_strategy,
-    )
-    def step(
-        self,
-        space: int,
-        keys: list[bytes],
-        owner: int,
-        blocks: tuple[int, int],
-        dropped: list[bytes],
-    ) -> None:
+    @rule(space=SPACE, keys=KEY_LIST, owner=OWNER, blocks=PART, dropped=KEY_LIST)
+    def step(self, space: int, keys: Keys, owner: int, blocks: Part, dropped: Keys) -> None:
         """An engine drops stores, begins others and asks for more loans."""
         model = self.models[space]
         if not model.loans_of(owner):
             self.lend(space=space, owner=owner, need=8, engines=1)
         gone = [k for k in model.writing() if k in dropped and model.chunks[k].owner == owner]
         model.give_up(gone, model.table.stores.drop(dropped, owner))
-        refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
-        self.give(model, keys, refs[: len(keys)], owner, blocks)
+        self.give(model, keys, model.loan_refs(owner), owner, blocks)
         self.lend(space=space, owner=owner, need=8, engines=1)
 
     @rule(
-        space=st.sampled_from(SPACES),
+        space=SPACE,
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
         blocks=st.tuples(st.sampled_from(PARTS), st.sampled_from(PARTS)),
     )
-    def race(
-        self, space: int, keys: list[bytes], blocks: tuple[tuple[int, int], tuple[int, int]]
-    ) -> None:
+    def race(self, space: int, keys: Keys, blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
         """Two engines store the same chunks."""
         model = self.models[space]
         for owner in OWNERS:
             self.lend(space=space, owner=owner, need=4, engines=2)
         for owner, offered in zip(OWNERS, blocks, strict=True):
-            refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
-            self.give(model, keys, refs, owner, offered)
+            self.give(model, keys, model.loan_refs(owner), owner, offered)
 
-    def give(
-        self,
-        model: Model,
-        keys: list[bytes],
-        refs: list[tuple[int, int]],
-        owner: int,
-        blocks: tuple[int, int],
-    ) -> None:
+    def give(self, model: Model, keys: Keys, refs: list[Ref], owner: int, blocks: Part) -> None:
         """The first keys get these slots; what comes of it."""
         keys, refs = keys[: len(refs)], refs[: len(keys)]
         whole = blocks == (0, BLOCKS)
@@ -431,37 +406,28 @@ class TableMachine(RuleBasedStateMachine):
         assert (counts.stores_lost, counts.stores_raced) == (lost, raced)
         assert counts.evicted == evicted
 
-    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
-    def end_loans(self, space: int, owner: int) -> None:
-        """An engine's loans end."""
+    @rule(space=SPACE, owner=st.sampled_from([*OWNERS, *OWNERS, None]))
+    def end_loans(self, space: int, owner: int | None) -> None:
+        """The loans of an engine end, or all of them, as the daemon drains."""
         model = self.models[space]
-        model.table.lending.end_loans(owner)
-        model.end_loans(model.loans_of(owner))
+        if owner is None:
+            model.table.lending.end_all_loans()
+        else:
+            model.table.lending.end_loans(owner)
+        model.end_loans([slot for slot, _ in model.loan_refs(owner)])
 
-    @rule(space=st.sampled_from(SPACES))
-    def end_all_loans(self, space: int) -> None:
-        """The daemon drains."""
-        model = self.models[space]
-        model.table.lending.end_all_loans()
-        model.end_loans(list(model.loans))
-
-    @rule(
-        space=st.sampled_from(SPACES),
-        seconds=st.sampled_from([0.0, 5.0]),
-        but=st.integers(0, 2),
-    )
+    @rule(space=SPACE, seconds=st.sampled_from([0.0, 5.0]), but=st.integers(0, 2))
     def end_unused_loans(self, space: int, seconds: float, but: int) -> None:
         """The loans of engines that used none for a while end."""
         model, since = self.models[space], self.now - seconds
         model.table.lending.end_unused_loans(since, but or None)
         for owner in OWNERS:
             if owner != but and model.loans_used.get(owner, 0.0) <= since:
-                slots = [slot for slot, loan in model.loans.items() if loan.owner == owner]
-                model.end_loans(slots)
+                model.end_loans(model.loans_of(owner))
 
     @rule(
-        space=st.sampled_from(SPACES),
-        owner=st.sampled_from(OWNERS),
+        space=SPACE,
+        owner=OWNER,
         number=st.integers(1, 3),
         seconds=st.sampled_from([1.0, 5.0, 10.0]),
         data=st.data(),
@@ -470,25 +436,23 @@ class TableMachine(RuleBasedStateMachine):
         """Chunks are pinned as they were seen, under a number that may be in use."""
         model = self.models[space]
         refs = [*model.seen[-12:], (1000, 1)]
-        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
-        refs += [(slot, loan.generation) for slot, loan in model.loans.items()]
+        refs += [chunk.ref for chunk in model.chunks.values()]
+        refs += model.loan_refs()
         named = data.draw(st.lists(st.sampled_from(sorted(refs)), max_size=6))
         self.hold(model, owner, number, seconds, named)
 
-    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS), most=st.integers(1, 4))
+    @rule(space=SPACE, owner=OWNER, most=st.integers(1, 4))
     def pin_what_is_lent(self, space: int, owner: int, most: int) -> None:
         """Chunks on loan, to whichever engine, are loaded."""
         model = self.models[space]
         named = [chunk.ref for chunk in model.chunks.values() if chunk.slot in model.loans][:most]
         self.hold(model, owner, 1, 5.0, named)
 
-    def hold(
-        self, model: Model, owner: int, number: int, seconds: float, named: list[tuple[int, int]]
-    ) -> None:
+    def hold(self, model: Model, owner: int, number: int, seconds: float, named: list[Ref]) -> None:
         """An engine pins these slots with these generations."""
         directory = model.table.directory
-        keys = {(c.slot, c.generation): k for k, c in model.chunks.items() if c.ready}
-        there = [
+        keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
+        pinned = [
             ref
             for ref in named
             if ref in keys
@@ -496,20 +460,20 @@ class TableMachine(RuleBasedStateMachine):
         ]
         slots, generations = [slot for slot, _ in named], [generation for _, generation in named]
         model.table.loads.pin(number, slots, generations, owner, self.now, seconds)
-        if not there:
+        if not pinned:
             return
-        lease = Lease(owner, self.now + seconds, [slot for slot, _ in there])
+        lease = Lease(owner, self.now + seconds, [slot for slot, _ in pinned])
         model.leases[owner, number] = lease
-        for ref in there:
+        for ref in pinned:
             model.ask(ref)
-        model.end_loans([slot for slot, _ in there])
+        model.end_loans([slot for slot, _ in pinned])
         model.end_leases([])
-        here = [keys[ref] for ref in there if ref in keys]
+        here = [keys[ref] for ref in pinned if ref in keys]
         model.use(here)
         for key in here:
             model.chunks[key].used = self.now
 
-    def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
+    def report(self, model: Model, keys: Keys, rank: int, first: int, count: int) -> None:
         """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
         chunks = [model.chunks[key] for key in keys]
         now_ready, dropped = model.table.stores.share_done(
@@ -534,12 +498,12 @@ class TableMachine(RuleBasedStateMachine):
             if chunk.ranks != model.expected(chunk.slot):
                 continue
             model.ready(chunk)
-            ready.append((chunk.slot, chunk.generation))
+            ready.append(chunk.ref)
         assert now_ready == ready
         model.give_up(failed, dropped)
 
     @rule(
-        space=st.sampled_from(SPACES),
+        space=SPACE,
         data=st.data(),
         rank=st.integers(0, 2),
         first=st.integers(0, 7),
@@ -555,14 +519,12 @@ class TableMachine(RuleBasedStateMachine):
             keys = [k for k in keys if model.chunks[k].owner == model.chunks[keys[0]].owner]
             self.report(model, keys, rank % model.world_size, first, count)
 
-    @rule(
-        space=st.sampled_from(SPACES), data=st.data(), what=st.sampled_from(["slot", "gen", "own"])
-    )
+    @rule(space=SPACE, data=st.data(), what=st.sampled_from(["slot", "gen", "own"]))
     def stale_share(self, space: int, data: st.DataObject, what: str) -> None:
         """A report about a slot that has moved on, or was never this owner's, changes nothing."""
         model = self.models[space]
         refs = [(c.slot, c.generation, c.owner) for c in model.chunks.values()]
-        refs += [(slot, generation, 1) for slot, generation in model.draining.items()]
+        refs += [(*ref, 1) for ref in model.draining]
         refs += [(slot, loan.generation, loan.owner) for slot, loan in model.loans.items()]
         if refs:
             slot, generation, owner = data.draw(st.sampled_from(sorted(refs)))
@@ -578,7 +540,7 @@ class TableMachine(RuleBasedStateMachine):
             )
             assert outcome == ([], [])
 
-    @rule(space=st.sampled_from(SPACES))
+    @rule(space=SPACE)
     def finish(self, space: int) -> None:
         """Every share that is missing arrives."""
         self.report_missing(self.models[space], 0, BLOCKS)
@@ -590,18 +552,13 @@ class TableMachine(RuleBasedStateMachine):
                 if key in model.chunks and not model.chunks[key].ready:
                     self.report(model, [key], rank, first, count)
 
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        blocks=st.sampled_from(PARTS),
-    )
-    def store(self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]) -> None:
+    @rule(space=SPACE, keys=KEY_LIST, owner=OWNER, blocks=PART)
+    def store(self, space: int, keys: Keys, owner: int, blocks: Part) -> None:
         """Chunks are stored at once, some in part, and nothing is left draining."""
         model = self.models[space]
         while keys:
             self.lend(space=space, owner=owner, need=len(keys), engines=1)
-            refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
+            refs = model.loan_refs(owner)
             if not refs:
                 break
             self.give(model, keys, refs, owner, blocks)
@@ -609,7 +566,7 @@ class TableMachine(RuleBasedStateMachine):
         self.report_missing(model, *blocks)
         self.drain(space)
 
-    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    @rule(space=SPACE, owner=OWNER)
     def store_whole(self, space: int, owner: int) -> None:
         """What is here in part is offered whole."""
         model = self.models[space]
@@ -617,17 +574,23 @@ class TableMachine(RuleBasedStateMachine):
         if keys:
             self.store(space=space, keys=sorted(keys), owner=owner, blocks=(0, BLOCKS))
 
-    @rule(space=st.sampled_from(SPACES))
-    def drain(self, space: int) -> None:
-        """Lanes have nothing under way in the slots that were given up."""
-        model = self.models[space]
-        slots = list(model.draining)
-        assert model.table.slots.writes_ended("", slots, list(model.draining.values())) == len(
-            slots
-        )
-        model.draining.clear()
+    @rule(space=SPACE, process=st.sampled_from(("", *PROCESSES)))
+    def drain(self, space: int, process: str = "") -> None:
+        """Lanes, or a tier's process, have nothing under way in slots that were given up.
 
-    @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
+        An answer about an older generation, or about a slot of others, changes nothing.
+        """
+        model = self.models[space]
+        refs = [ref for ref, name in model.draining.items() if name or not process]
+        refs += [chunk.ref for chunk in model.chunks.values()]
+        refs += [(slot, generation - 1) for slot, generation in refs]
+        drained = [ref for ref, name in model.draining.items() if name == process]
+        slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
+        assert model.table.slots.writes_ended(process, slots, generations) == len(drained)
+        for ref in drained:
+            del model.draining[ref]
+
+    @rule(space=SPACE, data=st.data(), owner=OWNER)
     def unpin(self, space: int, data: st.DataObject, owner: int) -> None:
         """A lease is given back, perhaps by somebody who does not hold it."""
         model = self.models[space]
@@ -637,8 +600,8 @@ class TableMachine(RuleBasedStateMachine):
         if mine:
             model.end_leases([(owner, number)])
 
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
-    def finished(self, space: int, keys: list[bytes]) -> None:
+    @rule(space=SPACE, keys=KEY_LIST)
+    def finished(self, space: int, keys: Keys) -> None:
         """A request has finished that used chunks, some of which may not be here yet or any more.
 
         What is named twice counts where it is named first.
@@ -656,27 +619,24 @@ class TableMachine(RuleBasedStateMachine):
             else:
                 model.marks[chunk.ref] = min(2, model.marks.get(chunk.ref, 0) + 1)
 
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, label=st.integers(0, 0x7F))
-    def labelled(self, space: int, keys: list[bytes], label: int) -> None:
+    @rule(space=SPACE, keys=KEY_LIST, label=st.integers(0, 0x7F))
+    def labelled(self, space: int, keys: Keys, label: int) -> None:
         """A request that finished before gets a label, perhaps one that nobody knows."""
         model = self.models[space]
         model.table.finish_request(keys, len(keys), LABEL_ONLY | label, self.now)
         model.end_loans([model.chunks[key].slot for key in keys if key in model.chunks])
 
     @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        tier=st.sampled_from(PROCESSES),
-        most=st.sampled_from([1, 3, 9]),
+        space=SPACE, keys=KEY_LIST, tier=st.sampled_from(PROCESSES), most=st.sampled_from([1, 3, 9])
     )
-    def promote(self, space: int, keys: list[bytes], tier: str, most: int) -> None:
+    def promote(self, space: int, keys: Keys, tier: str, most: int) -> None:
         """Chunks are to come up, some of which may be here."""
         model, other = self.models[space], self.models[1 - space]
         protected = other.protected_bytes(self.namespaces)
         missing = [key for key in dict.fromkeys(keys) if key not in model.chunks][:most]
         candidates = model.candidates()
         before = model.table.directory.changes.head
-        found = model.table.promotions.begin(keys, tier, self.now, TICKET, most)
+        begun = model.table.promotions.begin(keys, tier, self.now, TICKET, most)
         evicted = removed(model.table, before)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
@@ -684,33 +644,28 @@ class TableMachine(RuleBasedStateMachine):
         if self.policy == "lru":
             assert evicted == candidates[: len(evicted)]
         model.evict(evicted)
-        assert [key for key, _, _ in found] == missing[: len(found)]
-        if len(found) < len(missing):
+        assert [key for key, _, _ in begun] == missing[: len(begun)]
+        if len(begun) < len(missing):
             assert not model.table.space.free_slots
             assert not model.candidates()
-        taken = {*model.loans, *model.draining, *model.filled, *model.doomed}
-        taken |= {chunk.slot for chunk in model.chunks.values()}
-        for key, slot, generation in found:
+        taken = model.in_use() | {chunk.slot for chunk in model.chunks.values()}
+        for key, slot, generation in begun:
             assert slot not in taken
             taken.add(slot)
             chunk = Chunk(slot, generation, TIER_OWNER, self.now + TICKET, used=self.now, tier=tier)
             model.chunks[key] = chunk
             model.ghosts.pop(key, None)
             assert model.table.directory.owner(slot) == TIER_OWNER
-        model.use([key for key, _, _ in found])
+        model.use([key for key, _, _ in begun])
 
-    @rule(
-        space=st.sampled_from(SPACES),
-        data=st.data(),
-        blocks=st.sampled_from([*PARTS, *PARTS, (0, 0), (4, 9)]),
-    )
-    def promoted(self, space: int, data: st.DataObject, blocks: tuple[int, int]) -> None:
+    @rule(space=SPACE, data=st.data(), blocks=st.sampled_from([*PARTS, *PARTS, (0, 0), (4, 9)]))
+    def promoted(self, space: int, data: st.DataObject, blocks: Part) -> None:
         """A tier has filled a slot, or one that was given up, or says what cannot be."""
         model = self.models[space]
         refs = [model.chunks[key].ref for key in model.coming()]
         refs += [(slot, generation - 1) for slot, generation in refs]
-        refs += [(slot, generation) for slot, (generation, _) in model.filled.items()]
-        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values() if chunk.ready]
+        refs += [ref for ref, tier in model.draining.items() if tier]
+        refs += [chunk.ref for chunk in model.chunks.values() if chunk.ready]
         if not refs:
             return
         ref = data.draw(st.sampled_from(sorted(refs)))
@@ -732,8 +687,8 @@ class TableMachine(RuleBasedStateMachine):
         if key in model.held:
             del model.on_ready[-1], model.on_asked[-1]
 
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
-    def come_up(self, space: int, keys: list[bytes]) -> None:
+    @rule(space=SPACE, keys=KEY_LIST)
+    def come_up(self, space: int, keys: Keys) -> None:
         """Chunks come up at once."""
         self.promote(space=space, keys=keys, tier=PROCESSES[1], most=9)
         model = self.models[space]
@@ -741,30 +696,19 @@ class TableMachine(RuleBasedStateMachine):
             assert model.table.promotions.complete(*model.chunks[key].ref, 0, BLOCKS, 0)
             self.came_up(model, key, part(0, BLOCKS))
 
-    @rule(space=st.sampled_from(SPACES), data=st.data())
+    @rule(space=SPACE, data=st.data())
     def not_promoted(self, space: int, data: st.DataObject) -> None:
         """Some do not come up; what is said of others changes nothing."""
         model = self.models[space]
         keys = {model.chunks[key].ref: key for key in model.coming()}
         refs = [*keys, *((slot, generation - 1) for slot, generation in keys)]
-        refs += [(slot, generation) for slot, (generation, _) in model.filled.items()]
+        refs += [ref for ref, tier in model.draining.items() if tier]
         refs += [chunk.ref for chunk in model.chunks.values() if not chunk.tier]
         if refs:
             named = data.draw(st.lists(st.sampled_from(sorted(refs)), unique=True))
-            there = [ref for ref in named if ref in keys]
-            assert model.table.promotions.give_up(named) == there
-            model.give_up([keys[ref] for ref in there], [])
-
-    @rule(space=st.sampled_from(SPACES), tier=st.sampled_from(PROCESSES))
-    def tier_answers(self, space: int, tier: str) -> None:
-        """A tier's process has nothing under way in slots that were given up."""
-        model = self.models[space]
-        refs = [(slot, generation) for slot, (generation, _) in model.filled.items()]
-        theirs = [slot for slot, (_, name) in model.filled.items() if name == tier]
-        slots, generations = [slot for slot, _ in refs], [each for _, each in refs]
-        assert model.table.slots.writes_ended(tier, slots, generations) == len(theirs)
-        for slot in theirs:
-            del model.filled[slot]
+            given_up = [ref for ref in named if ref in keys]
+            assert model.table.promotions.give_up(named) == given_up
+            model.give_up([keys[ref] for ref in given_up], [])
 
     @rule(tier=st.sampled_from(PROCESSES))
     def tier_lost(self, tier: str) -> None:
@@ -776,24 +720,22 @@ class TableMachine(RuleBasedStateMachine):
             assert model.table.promotions.give_up(refs) == refs
             model.give_up(theirs, [])
             model.table.slots.writer_lost(tier)
-            for slot, (_, name) in list(model.filled.items()):
-                if name == tier:
-                    del model.filled[slot]
+            model.draining = {ref: name for ref, name in model.draining.items() if name != tier}
 
-    @rule(space=st.sampled_from(SPACES), key=st.sampled_from(KEYS), held=st.booleans())
+    @rule(space=SPACE, key=st.sampled_from(KEYS), holds=st.booleans())
     @precondition(lambda self: self.tiers)
-    def tier_holds(self, space: int, key: bytes, held: bool) -> None:
+    def tier_holds(self, space: int, key: bytes, holds: bool) -> None:
         """A tier says that it keeps a chunk, or not any more."""
         model = self.models[space]
         tiers = model.table.directory.tiers
         assert tiers is not None
-        if held:
+        if holds:
             assert tiers.hold(key, 0, 0, BLOCKS, 0)
             model.held[key] = 0, BLOCKS
         else:
             assert tiers.release(key, 0) == (model.held.pop(key, None) is not None)
 
-    @rule(space=st.sampled_from(SPACES), n=st.sampled_from([1, 2, 8]), asked=st.booleans())
+    @rule(space=SPACE, n=st.sampled_from([1, 2, 8]), asked=st.booleans())
     def go_down(self, space: int, n: int, asked: bool) -> None:
         """The broker asks what is to go down next."""
         model = self.models[space]
@@ -804,17 +746,17 @@ class TableMachine(RuleBasedStateMachine):
         assert queue is not None
         assert len(queue) == len(expected)
         keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
-        found: list[tuple[bytes, int, int, int, int, int]] = []
+        rows: list[tuple[bytes, int, int, int, int, int]] = []
         missed = 0
         for _ in range(min(2 * n, len(expected))):
-            if len(found) < n:
+            if len(rows) < n:
                 ref = expected.pop(0)
                 if ref in keys:
                     blocks = model.chunks[keys[ref]].blocks
-                    found.append((keys[ref], *ref, min(blocks), len(blocks), 0))
+                    rows.append((keys[ref], *ref, min(blocks), len(blocks), 0))
                 else:
                     missed += 1
-        assert queue.take(n) == found
+        assert queue.take(n) == rows
         assert queue.take_missed() == missed
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
@@ -823,13 +765,13 @@ class TableMachine(RuleBasedStateMachine):
         self.now += seconds
         for model in self.models:
             refs = model.table.expire(self.now)
-            there = model.writing() + model.coming()
-            late = [key for key in there if model.chunks[key].deadline <= self.now]
+            unfinished = model.writing() + model.coming()
+            late = [key for key in unfinished if model.chunks[key].deadline <= self.now]
             model.give_up(late, refs)
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
 
-    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    @rule(space=SPACE, owner=OWNER)
     def drop_owner(self, space: int, owner: int) -> None:
         """An engine dies."""
         model = self.models[space]
@@ -839,7 +781,7 @@ class TableMachine(RuleBasedStateMachine):
         model.give_up(theirs, refs)
         model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
 
-    @rule(space=st.sampled_from(SPACES))
+    @rule(space=SPACE)
     @precondition(lambda self: any(len(model.chunks) > 3 for model in self.models))
     def reset(self, space: int) -> None:
         """A namespace is emptied."""
@@ -859,14 +801,14 @@ class TableMachine(RuleBasedStateMachine):
         model.doomed |= ready & pinned
         model.chunks.clear()
 
-    @rule(space=st.sampled_from(SPACES), count=st.integers(1, 6))
+    @rule(space=SPACE, count=st.integers(1, 6))
     def sweep(self, space: int, count: int) -> None:
         """Some of what a reset has left is freed; nobody sees a difference."""
         with patch("kvd.cache.chunks.PIECE_SLOTS", count):
             self.models[space].table.sweep()
 
     @rule(
-        space=st.sampled_from(SPACES),
+        space=SPACE,
         first=st.integers(0, 9),
         count=st.sampled_from([1, 4, 99]),
         unused_for=st.sampled_from([0.0, 5.0, 12.0]),
@@ -875,7 +817,7 @@ class TableMachine(RuleBasedStateMachine):
         """An operator drops the chunks of some slots that are of no use."""
         model = self.models[space]
         pinned = model.pinned()
-        there = [
+        removable = [
             key
             for key, chunk in model.chunks.items()
             if chunk.ready
@@ -883,20 +825,10 @@ class TableMachine(RuleBasedStateMachine):
             and chunk.slot not in pinned
             and self.now - chunk.used >= unused_for
         ]
-        assert model.table.remove(first, count, unused_for) == len(there)
-        for key in there:
+        assert model.table.remove(first, count, unused_for) == len(removable)
+        for key in removable:
             model.end_loans([model.chunks.pop(key).slot])
             model.remember(key, GhostCause.REMOVED)
-
-    @rule(space=st.sampled_from(SPACES), data=st.data())
-    def stale_revocation(self, space: int, data: st.DataObject) -> None:
-        """A lane answers about an older generation, or about a slot that is not draining."""
-        model = self.models[space]
-        refs = [(slot, generation - 1) for slot, generation in model.draining.items()]
-        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
-        if refs:
-            slot, generation = data.draw(st.sampled_from(sorted(refs)))
-            assert model.table.slots.writes_ended("", [slot], [generation]) == 0
 
     @rule(number=st.integers(0, len(QUOTAS) - 1))
     @precondition(lambda self: self.quotas)
@@ -956,21 +888,15 @@ class TableMachine(RuleBasedStateMachine):
                 "ready": ready + len(model.doomed),
                 "lent": len(model.loans),
                 "writing": len(model.writing()) + len(model.coming()),
-                "draining": len(model.draining) + len(model.filled),
+                "draining": len(model.draining),
                 "pinned": len(model.pinned()),
                 "doomed": len(model.doomed),
             }
-            assert table.slots.is_idle == (
-                not model.writing()
-                and not model.coming()
-                and not model.loans
-                and not model.draining
-                and not model.filled
-                and not model.pinned()
-            )
+            busy = *model.writing(), *model.coming(), *model.in_use(), *model.pinned()
+            assert table.slots.is_idle == (not busy)
             if (tiers := table.directory.tiers) is not None:
-                held = {key: TierEntry(1, *blocks, 0) for key, blocks in model.held.items()}
-                assert dict(tiers.held_chunks(0, tiers.places)) == held
+                expected = {key: TierEntry(1, *blocks, 0) for key, blocks in model.held.items()}
+                assert dict(tiers.held_chunks(0, tiers.places)) == expected
             for slot, loan in model.loans.items():
                 assert table.directory.is_lent(slot, loan.generation)
             self.check_ghosts(model)
@@ -979,15 +905,15 @@ class TableMachine(RuleBasedStateMachine):
     def check_ghosts(model: Model) -> None:
         """Ghosts say why chunks left; what a reset dropped has one once its slot was swept."""
         ghosts = model.table.ghosts
-        found = {key: ghost.cause for key in KEYS if (ghost := ghosts.find(key)) is not None}
-        for key in model.was_reset & found.keys():
-            if found[key] is GhostCause.RESET:
-                model.remember(key, found[key])
+        causes = {key: ghost.cause for key in KEYS if (ghost := ghosts.find(key)) is not None}
+        for key in model.was_reset & causes.keys():
+            if causes[key] is GhostCause.RESET:
+                model.remember(key, causes[key])
         if model.forgets_ghosts:
-            assert found.items() <= model.ghosts.items()
+            assert causes.items() <= model.ghosts.items()
         else:
-            assert found == model.ghosts
-        model.ghosts, model.ghosts_of_step, model.forgets_ghosts = found, set(found), False
+            assert causes == model.ghosts
+        model.ghosts, model.ghosts_of_step, model.forgets_ghosts = causes, set(causes), False
         if not model.table.slots.forgotten:
             model.was_reset.clear()
 

@@ -1,48 +1,27 @@
-"""A daemon killed between any two writes to its ledgers: what the next one makes of them."""
+"""What a daemon finds of the one before: ledgers and resets, whenever a write was cut short."""
 
 import contextlib
 import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
-from kvd.cache.recovery import PoolTrailer, ResetTable
+from kvd.cache.recovery import MAX_RESETS, RESET_BYTES, SALT_BYTES, PoolTrailer, ResetTable
 from kvd.errors import LedgerDamaged
 from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
-from tests.cache.tables import make_namespaces, pin
+from tests.cache.tables import PAGE, Watched, add, make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine
 from tests.exploring import explored
 
 COPY_EVERY, PUT_BACK_EVERY = 23, 3  # writes; copies are made inside a change, too
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
-
-
-class Watched:
-    """Memory whose every write is followed, and where it is longer than a word cut, by a look."""
-
-    def __init__(self, memory: memoryview, look: Any) -> None:
-        self._memory = memory
-        self._look = look
-
-    def __setitem__(self, where: int | slice, value: Any) -> None:
-        if isinstance(where, slice):
-            for cut in CUTS:
-                self._memory[where.start : where.start + cut] = value[:cut]
-                self._look()
-        self._memory[where] = value
-        self._look()
-
-    def __getitem__(self, where: Any) -> Any:
-        return self._memory[where]
-
-    def release(self) -> None:
-        """As memory's."""
-        self._memory.release()
 
 
 def held(table: ChunkTable) -> dict[bytes, tuple[int, int]]:
@@ -97,11 +76,11 @@ class Reopening(TableMachine):
         """A namespace whose ledger is watched."""
         namespace = super().open(number)
         ledger: Any = namespace.directory.ledger
-        ledger._words = Watched(ledger._words, self.look)
-        ledger._records = Watched(ledger._records, self.look)
-        ledger._number = Watched(ledger._number, self.look)
+        ledger._words = Watched(ledger._words, self.look, CUTS)
+        ledger._records = Watched(ledger._records, self.look, CUTS)
+        ledger._number = Watched(ledger._number, self.look, CUTS)
         if not isinstance(ledger._trailer._words, Watched):
-            ledger._trailer._words = Watched(ledger._trailer._words, self.look)
+            ledger._trailer._words = Watched(ledger._trailer._words, self.look, CUTS)
         return namespace
 
     def copy(self) -> tuple[dict[str, bytearray], bytearray]:
@@ -165,7 +144,7 @@ class Reopening(TableMachine):
             model.chunks = {key: chunk for key, chunk in model.chunks.items() if chunk.ready}
             for gone in (model.draining, model.leases, model.doomed, model.loans, model.ghosts):
                 gone.clear()
-            for forgotten in (model.filled, model.on_ready, model.on_asked, model.was_reset):
+            for forgotten in (model.on_ready, model.on_asked, model.was_reset):
                 forgotten.clear()
             # With `all`, tiers also get what the daemon before has left.
             model.on_ready += sorted(chunk.ref for chunk in model.chunks.values())
@@ -200,3 +179,99 @@ def test_a_part_that_gave_way_under_a_lease_is_not_kept() -> None:
     machine.store_whole(space=0, owner=1)
     machine.kill()
     machine.agrees()
+
+
+def name(number: int) -> str:
+    """A namespace's id in hex."""
+    return f"{number:032x}"
+
+
+def table_of(numbers: list[int]) -> ResetTable:
+    """A table with resets of these namespaces."""
+    table = ResetTable()
+    for number in numbers:
+        table.draw(name(number))
+    return table
+
+
+def loaded(page: bytes) -> ResetTable:
+    """The table of a page."""
+    table = ResetTable()
+    table.load(page)
+    return table
+
+
+NUMBERS = st.lists(st.integers(0, 250), max_size=300)
+
+
+@given(NUMBERS)
+def test_each_reset_gives_a_salt_that_none_was_before(numbers: list[int]) -> None:
+    """Also where the namespace has lost its place, and after the page was read again."""
+    table, before = ResetTable(), dict[int, set[bytes]]()
+    for number in numbers:
+        before.setdefault(number, {b""}).add(table.salt_of(name(number)))
+        table.draw(name(number))
+    again = loaded(table.pack())
+    for number in range(252):
+        salt = again.salt_of(name(number))
+        assert salt == table.salt_of(name(number))
+        assert salt not in before.get(number, ())
+        assert len(salt) == SALT_BYTES or number not in numbers
+    assert again.salt_of(name(251)) == again.base
+
+
+def test_the_namespace_whose_reset_is_longest_ago_loses_its_place() -> None:
+    """It and all that have none get a salt that none had before."""
+    table = table_of(list(range(MAX_RESETS)))
+    salts = {number: table.salt_of(name(number)) for number in range(MAX_RESETS)}
+    assert (len(table), table.base) == (MAX_RESETS, b"")
+    table = loaded(table.pack())
+    table.draw(name(0))
+    table.draw(name(MAX_RESETS))
+    assert (len(table), len(table.base)) == (MAX_RESETS, SALT_BYTES)
+    assert table.salt_of(name(1)) == table.salt_of(name(999)) == table.base
+    assert table.base not in salts.values()
+    assert table.salt_of(name(2)) == salts[2]
+
+
+@given(NUMBERS, st.integers(0, 250), st.integers(0, RESET_BYTES))
+def test_a_write_that_is_cut_short_is_seen(numbers: list[int], number: int, cut: int) -> None:
+    """At any byte: what is read is the table of before, the one of after, or damaged."""
+    table = table_of(numbers)
+    before = table.pack()
+    table.draw(name(number))
+    after = table.pack()
+    for at in {cut, cut // 64, 24, 28, 32, 40}:
+        page = after[:at] + before[at:]
+        try:
+            found = loaded(page).pack()
+        except LedgerDamaged:
+            assert page not in {before, after}
+        else:
+            assert found in {before, after}
+
+
+@given(NUMBERS, st.integers(0, RESET_BYTES - 1), st.integers(1, 255))
+def test_a_byte_that_somebody_has_changed_is_seen(numbers: list[int], at: int, flip: int) -> None:
+    """Nothing of such a page is taken over."""
+    page = bytearray(table_of(numbers).pack())
+    page[at] ^= flip
+    table = table_of([1])
+    before = table.pack()
+    with pytest.raises(LedgerDamaged):
+        table.load(bytes(page))
+    assert table.pack() == before
+
+
+def test_a_namespace_that_was_closed_keeps_its_salt() -> None:
+    """Closed and opened again, it begins with the salt of its last reset."""
+    namespaces = make_namespaces(4 * PAGE)
+    namespace = add(namespaces, 1, PAGE)
+    assert namespace.salt == b""
+    _, _, lack = namespaces.reset(namespace)
+    salt = namespace.salt
+    assert (len(salt), lack) == (SALT_BYTES, "")
+    namespaces.detach_engine(namespace)
+    namespaces.close(namespace)
+    assert add(namespaces, 1, PAGE).salt == salt
+    assert add(namespaces, 2, PAGE).salt == b""

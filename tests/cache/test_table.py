@@ -1,6 +1,6 @@
 """What a table of chunks decides that `test_machine` does not reach."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from kvd.cache.recovery import PoolTrailer
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import AGE_BOUNDS
-from kvd.pool.geometry import FillOrder
-from kvd_proto.directory import PROBE_LIMIT, LookupResult, SlotState
+from kvd_proto.directory import PROBE_LIMIT, SlotState
 from tests.cache.tables import (
     PAGE,
     add,
@@ -54,9 +53,6 @@ def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPa
     table.check_integrity()
 
 
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
-
-
 BOOT = 1_000_000.0  # of a machine that has been up for long
 
 
@@ -78,18 +74,6 @@ def test_an_age_counts_from_the_last_use() -> None:
     table.check_integrity()
 
 
-def test_only_free_slots_are_lent_while_the_pool_is_filled() -> None:
-    """Slots whose memory is there are lent, and nothing is evicted for more."""
-    table = make_table(64, fill=FillOrder(64 * PAGE, 2 * PAGE))
-    usable = 16 * PAGE
-    begun = begin(table, names(16), usable=usable)
-    assert len(begun.slots) == 16
-    finish(table, begun)
-    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [])
-    assert len(table.lending.lend(1, 64, 1, 0.0)[0]) == 64
-    table.check_integrity()
-
-
 def test_a_ghost_says_why_a_key_was_not_stored() -> None:
     """A key is remembered as refused, or as above a quota, until it is stored."""
     namespaces = make_namespaces(16 * PAGE, quotas={"model 0": Quota(cap_bytes=8 * PAGE)})
@@ -104,38 +88,6 @@ def test_a_ghost_says_why_a_key_was_not_stored() -> None:
         assert ghost.cause is cause
     assert begin(table, [b"new"]).keys == [b"new"]
     assert table.ghosts.find(b"new") is None
-
-
-def test_another_namespace_takes_columns_with_loans_at_once() -> None:
-    """Nothing is written into a slot on loan, so a loan ends without its engine's consent."""
-    namespaces = make_namespaces(64 * PAGE)
-    old, new = add(namespaces, 0, PAGE).table, add(namespaces, 1, PAGE).table
-    store(old, names(32))
-    slots, generations = old.lending.lend(1, 64, 1, 0.0)
-    assert len(slots) == 64
-    assert len(new.lending.lend(2, 8, 1, 0.0)[0]) == 8
-    ended = [
-        slot
-        for slot, generation in zip(slots, generations, strict=True)
-        if not old.directory.is_lent(slot, generation)
-    ]
-    assert len(ended) == 8
-    old.stores.begin(names(64, first=100), slots, generations, 1, 0.0)
-    assert old.counts.stores_lost == 8
-    assert old.counts.yielded == 32 - old.counts.evicted
-    assert not [slot for slot in ended if old.directory.state(slot) == SlotState.READY]
-    namespaces.check_integrity()
-
-
-def test_a_namespace_with_loans_is_not_closed() -> None:
-    """Its scheduler may be about to use them."""
-    namespaces = make_namespaces(64 * PAGE)
-    namespace = add(namespaces, 0, PAGE)
-    namespace.table.lending.lend(1, 4, 1, 0.0)
-    namespaces.detach_engine(namespace)
-    assert namespaces.closable() == []
-    namespace.table.lending.end_all_loans()
-    assert namespaces.closable() == [namespace]
 
 
 DAMAGE: dict[str, Callable[[ChunkTable, int, int], object]] = {
@@ -218,85 +170,60 @@ def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPat
     assert not namespaces.is_outdated(ledger)
 
 
-ROOM = 8
-
-
 class Writer:
     """Notes what is written, and the state that each slot had in the directory then."""
 
-    max_bytes = ROOM
+    max_bytes = 8
 
     def __init__(self) -> None:
-        self.full = False
+        self.is_full = False
         self.table: ChunkTable | None = None
         self.written: list[tuple[int, int, bytes, SlotState]] = []
 
     def write(self, slot: int, generation: int, description: bytes) -> bool:
         """Keep it, unless there is no room."""
-        if self.table is not None and not self.full:
+        if self.table is not None and not self.is_full:
             state = SlotState(self.table.directory.state(slot))
             self.written.append((slot, generation, description, state))
-        return not self.full
+        return not self.is_full
 
 
-def described_table() -> tuple[ChunkTable, Writer]:
-    """A table of four chunks, and what keeps its descriptions."""
-    writer = Writer()
-    table = add(
-        make_namespaces(4 * PAGE, make_descriptions=lambda _name, _size: writer),
-        *(0, PAGE),
-        record_bytes=64,
-    ).table
-    assert table.descriptions.writer is writer
-    writer.table = table
-    return table, writer
+@pytest.fixture
+def writer() -> Writer:
+    """What keeps the descriptions of a table of four chunks."""
+    made = Writer()
+    namespaces = make_namespaces(4 * PAGE, make_descriptions=lambda _name, _size: made)
+    made.table = add(namespaces, 0, PAGE, record_bytes=64).table
+    return made
 
 
-def begin_described(
-    table: ChunkTable, keys: list[bytes], descriptions: Sequence[bytes]
-) -> tuple[list[int], list[int]]:
-    """Begin stores; slots and generations."""
-    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
-    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
-    return list(slots), list(generations)
+def test_a_description_is_kept_before_its_chunk_is_ready(writer: Writer) -> None:
+    """The slot is being written; one without a description has none.
 
-
-def test_a_description_is_kept_before_its_chunk_is_ready() -> None:
-    """The slot is being written; one without a description has none."""
-    table, writer = described_table()
-    slots, generations = begin_described(table, names(3), [b"first", b"", b"third"])
-    assert writer.written == [
-        (slots[0], generations[0], b"first", SlotState.WRITING),
-        (slots[2], generations[2], b"third", SlotState.WRITING),
-    ]
+    A store that is lost or comes second writes nothing: its slot may be another chunk's.
+    """
+    table = writer.table
+    assert table is not None
+    begun = begin(table, names(3), descriptions=[b"first", b"", b"third"])
+    refs = list(zip(begun.slots, begun.generations, strict=True))
+    expected = [(*refs[0], b"first", SlotState.WRITING), (*refs[2], b"third", SlotState.WRITING)]
+    assert writer.written == expected
     assert table.counts.descriptions == 2
-
-
-def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
-    """Its slot may be another chunk's."""
-    table, writer = described_table()
-    (key,) = names(1)
-    store(table, [key])
     slots, generations = table.lending.lend(1, 1, 1, 0.0)
-    table.stores.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
+    table.stores.begin(names(1), slots, generations, 1, 0.0, descriptions=[b"second"])
     table.stores.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
     assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)
-    assert not writer.written
+    assert writer.written == expected
 
 
-def test_what_is_too_long_is_counted_and_stored_without() -> None:
-    """The chunks are READY all the same."""
-    table, writer = described_table()
-    longest, longer = bytes(ROOM), bytes(ROOM + 1)
-    refs = begin_described(table, names(2), [longest, longer])
-    writer.full = True
-    more = begin_described(table, names(1, first=2), [longest])
+def test_what_is_too_long_is_counted_and_stored_without(writer: Writer) -> None:
+    """As is what finds no room; the chunks are READY all the same."""
+    table = writer.table
+    assert table is not None
+    longest, longer = bytes(8), bytes(9)
+    finish(table, begin(table, names(2), descriptions=[longest, longer]))
+    writer.is_full = True
+    finish(table, begin(table, names(1, first=2), descriptions=[longest]))
     counts = table.counts
     assert (counts.descriptions, counts.descriptions_too_long) == (1, 1)
-    assert counts.descriptions_no_room == 1
-    for slots, generations in (refs, more):
-        n = len(slots)
-        ready, _ = table.stores.share_done(
-            1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True
-        )
-        assert len(ready) == n
+    assert (counts.descriptions_no_room, counts.stored) == (1, 3)

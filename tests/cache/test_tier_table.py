@@ -8,17 +8,11 @@ import zlib
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 
 from kvd.cache import tier_table
@@ -34,8 +28,9 @@ from kvd_proto.tier_table import (
     TierTableView,
     tier_table_capacity,
 )
-from tests.cache import tier_reader
+from tests.cache.tables import Watched
 from tests.exploring import explored
+from tests.processes import ROOT
 
 SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
 
@@ -45,10 +40,7 @@ def make(
 ) -> tuple[TierTable, TierTableView]:
     """A tier table in a bytearray, and what readers have of it."""
     header = DirectoryHeader(
-        *(4, 8, SPACE, BOOT, 4),
-        probe_limit=limit,
-        tier_capacity=capacity,
-        num_tiers=num_tiers,
+        *(4, 8, SPACE, BOOT, 4), probe_limit=limit, tier_capacity=capacity, num_tiers=num_tiers
     )
     buffer = bytearray(header.total_bytes)
     writer, view = DirectoryWriter(buffer, header), DirectoryView(memoryview(buffer).toreadonly())
@@ -101,43 +93,59 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table.check_integrity()
 
 
+CROWDED = [key for home in (10, 11, 12, 60, 63) for key in keys_at(home, 64, 18)]
+STAY = CROWDED[::9]
+"""These are there all the time."""
+
+
+def blocks_of(key: bytes) -> tuple[int, int, int]:
+    """First block, count of blocks and group that only this key's entry has."""
+    number = zlib.crc32(key)
+    return number % 997, number // 997 % 60_000 + 1, number % 7
+
+
+def read(file: str) -> int:
+    """Read a table again and again, key by key and whole; 0 if all was right."""
+    with Path(file).open("rb") as opened:
+        view = DirectoryView(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)).tiers
+    assert view is not None
+    print("reads", flush=True)
+    hits: list[tuple[bytes, TierEntry]] = []
+    missed = 0
+    for _ in range(300):
+        hits += [(key, entry) for key in CROWDED if (entry := view.find(key)) is not None]
+        listed = dict(view.held_chunks(0, view.places))
+        hits += listed.items()
+        missed += sum(key not in listed for key in STAY)
+    wrong = sum((e.first, e.count, e.group) != blocks_of(key) for key, e in hits)
+    print(f"{len(hits)} hits, {wrong} wrong, {missed} missed in a whole table")
+    return int(not hits or wrong + missed > 0)
+
+
 def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
     """It takes no entry for another's, and who looks at all misses none that stays."""
-    header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=tier_reader.HOMES, num_tiers=2)
+    header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=64, num_tiers=2)
     file = tmp_path / "directory"
     with file.open("wb+") as opened:
         opened.truncate(header.total_bytes)
         table = DirectoryWriter(mmap.mmap(opened.fileno(), 0), header).tiers
     assert table is not None
-    come_and_go = [key for key in tier_reader.KEYS if key not in tier_reader.STAY]
-    for key in tier_reader.STAY:
-        table.hold(key, 0, *tier_reader.blocks(key))
-    command = [sys.executable, "-m", "tests.cache.tier_reader", str(file), "300"]
+    for key in STAY:
+        table.hold(key, 0, *blocks_of(key))
+    come_and_go = sorted(set(CROWDED).difference(STAY))
+    script = f"import sys, {__name__} as this; sys.exit(this.read({str(file)!r}))"
     chance = random.Random(17)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "reads\n"
         while reader.poll() is None:
             for key in chance.sample(come_and_go, 40):
                 if not table.release(key, 0):
-                    table.hold(key, 0, *tier_reader.blocks(key))
+                    table.hold(key, 0, *blocks_of(key))
         assert reader.returncode == 0, reader.stdout.read()
     table.check_integrity()
-
-
-class Watched:
-    """Words of a table: after every store a reader looks."""
-
-    def __init__(self, words: memoryview, look: Any) -> None:
-        self._words = words
-        self._look = look
-
-    def __getitem__(self, where: int) -> int:
-        return self._words[where]
-
-    def __setitem__(self, where: int, value: int) -> None:
-        self._words[where] = value
-        self._look()
 
 
 TIERS = 3
@@ -175,13 +183,13 @@ class TierTableMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """While one key changes, each other one is missed or found as it is."""
         for key in KEYS:
-            found = self.view.find(key)
-            if key in self.changing or found is None or self.leaving:
+            entry = self.view.find(key)
+            if key in self.changing or entry is None or self.leaving:
                 continue
-            if not found.tiers:
+            if not entry.tiers:
                 assert key in self.absent
             else:
-                assert found == self.places(*self.model[key])
+                assert entry == self.places(*self.model[key])
         self.look_through()
 
     def look_through(self) -> None:
@@ -200,11 +208,7 @@ class TierTableMachine(RuleBasedStateMachine):
                 assert place == self.places(*self.model[key])
             self.seen.add(key)
 
-    @rule(
-        key=st.sampled_from(KEYS),
-        tier=st.integers(0, TIERS - 1),
-        blocks=st.sampled_from(BLOCKS),
-    )
+    @rule(key=st.sampled_from(KEYS), tier=st.integers(0, TIERS - 1), blocks=st.sampled_from(BLOCKS))
     def hold(self, key: bytes, tier: int, blocks: tuple[int, int, int]) -> None:
         """A tier has put a chunk."""
         self.changing = {key}
@@ -221,20 +225,20 @@ class TierTableMachine(RuleBasedStateMachine):
         """A tier's blocks of a chunk were taken in."""
         if key in self.absent:
             self.absent.remove(key)
-        tiers, held = self.model.get(key, (set(), blocks))
+        tiers, stored = self.model.get(key, (set(), blocks))
         tiers -= self.leaving
-        if blocks == held:
+        if blocks == stored:
             tiers.add(tier)
         elif (
             tiers - {tier}
-            and blocks[2] == held[2]
-            and held[0] <= blocks[0]
-            and sum(blocks[:2]) <= sum(held[:2])
+            and blocks[2] == stored[2]
+            and stored[0] <= blocks[0]
+            and sum(blocks[:2]) <= sum(stored[:2])
         ):
             tiers.discard(tier)
         else:
-            tiers, held = {tier}, blocks
-        self.model[key] = tiers, held
+            tiers, stored = {tier}, blocks
+        self.model[key] = tiers, stored
 
     @rule(
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=5),
@@ -306,18 +310,18 @@ class TierTableMachine(RuleBasedStateMachine):
         """Lookups, the whole table and its counts say what the dict says."""
         gone = sum(1 << tier for tier in self.leaving)
         for key in KEYS:
-            found = self.view.find(key)
+            entry = self.view.find(key)
             if key in self.model:
-                assert found is not None
-                assert replace(found, tiers=found.tiers & ~gone) == self.places(*self.model[key])
-            elif found is not None and found.tiers & ~gone == 0:
-                assert found.tiers or key in self.absent
+                assert entry is not None
+                assert replace(entry, tiers=entry.tiers & ~gone) == self.places(*self.model[key])
+            elif entry is not None and entry.tiers & ~gone == 0:
+                assert entry.tiers or key in self.absent
             else:
-                assert found is None
+                assert entry is None
         if not self.leaving:
-            held = {key: self.places(*each) for key, each in self.model.items()}
-            assert whole_table(self.view, 5) == held
-            assert len(self.table) == len(held)
+            expected = {key: self.places(*each) for key, each in self.model.items()}
+            assert whole_table(self.view, 5) == expected
+            assert len(self.table) == len(expected)
         self.table.check_integrity()
 
 

@@ -70,8 +70,8 @@ class Area:
         for share in shares:
             share[:] = whole[at : at + len(share)].tobytes()
             at += len(share)
-        made = head_of(space, key, salt) if head is None else head
-        return Chunk(space, key, shares, made, coverage_of(key), checksum_of(shares))
+        head_bytes = head_of(space, key, salt) if head is None else head
+        return Chunk(space, key, shares, head_bytes, coverage_of(key), checksum_of(shares))
 
     def chunks(self, space: Space, keys: Iterable[bytes], *, salt: int = 0) -> list[Chunk]:
         """Chunks to put."""

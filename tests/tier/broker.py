@@ -6,10 +6,8 @@ import select
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +23,6 @@ from kvd.wire.tiering import (
     OpenNamespace,
     Put,
     ScanResult,
-    StopTier,
     TierPing,
     TierPong,
     TierReady,
@@ -35,7 +32,7 @@ from kvd_proto.channel import Channel
 from kvd_proto.directory import RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
-from tests.tier.areas import POISON
+from tests.tier.areas import POISON, bytes_of, content, coverage_of
 from tests.waiting import PATIENCE
 
 M = TypeVar("M", bound=Message)
@@ -43,18 +40,9 @@ SLOTS = 16
 SALT = b"salt-one"
 SHARES = (4096, 1000)
 RECORD_BYTES = 256  # of a description
+Row: TypeAlias = tuple[bytes, int, int]
+"""Key, slot and generation."""
 ROOM = descriptions.max_description_bytes(RECORD_BYTES)
-
-
-def content(key: bytes, salt: int = 0) -> bytes:
-    """The bytes of a chunk's shares, one after the other."""
-    seed = zlib.crc32(key + bytes((salt,)))
-    return np.random.default_rng(seed).bytes(sum(SHARES))
-
-
-def coverage(key: bytes) -> tuple[int, int, int]:
-    """First block, count of blocks and group."""
-    return key[-1] % 7, 1 + key[-1] % 5, key[0] % 3
 
 
 def described(key: bytes) -> bytes:
@@ -94,7 +82,7 @@ class Namespace:
     def store(self, slot: int, key: bytes, *, salt: int = 0) -> int:
         """Make a chunk READY, with its bytes and description; its generation."""
         self.set(slot, SlotState.FREE)
-        self.write(slot, content(key, salt))
+        self.write(slot, content(key, sum(SHARES), salt).tobytes())
         generation = self.set(slot, SlotState.READY, key)
         record = descriptions.pack_record(slot, generation, described(key))
         os.pwrite(self.described, record, descriptions.record_offset(slot, RECORD_BYTES))
@@ -105,20 +93,27 @@ class Namespace:
         self.write(slot, bytes((POISON,)) * sum(SHARES))
         return self.set(slot, SlotState.WRITING, key)
 
+    def store_all(self, keys: Sequence[bytes], first: int = 0) -> list[Row]:
+        """Make chunks READY in the slots from the first on."""
+        return [(key, slot, self.store(slot, key)) for slot, key in enumerate(keys, first)]
+
+    def expect_all(self, keys: Sequence[bytes], first: int = 8) -> list[Row]:
+        """Make the slots from the first on WRITING."""
+        return [(key, slot, self.expect(slot, key)) for slot, key in enumerate(keys, first)]
+
+    def shares(self, slot: int) -> list[memoryview]:
+        """Where a slot's bytes lie."""
+        begins = [base + slot * size for base, size in zip(self.bases, SHARES, strict=True)]
+        return [self.broker.pool[b : b + n] for b, n in zip(begins, SHARES, strict=True)]
+
     def write(self, slot: int, whole: bytes) -> None:
         """Set a slot's bytes."""
-        at = 0
-        for base, size in zip(self.bases, SHARES, strict=True):
-            begin = base + slot * size
-            self.broker.pool[begin : begin + size] = whole[at : at + size]
-            at += size
+        for share in self.shares(slot):
+            share[:], whole = whole[: len(share)], whole[len(share) :]
 
     def read(self, slot: int) -> bytes:
         """A slot's bytes."""
-        return b"".join(
-            bytes(self.broker.pool[base + slot * size : base + (slot + 1) * size])
-            for base, size in zip(self.bases, SHARES, strict=True)
-        )
+        return bytes_of(self.shares(slot))
 
     def order(self, salt: bytes = SALT) -> OpenNamespace:
         """What a tier is told of it."""
@@ -139,31 +134,26 @@ class Namespace:
             pass  # of another's reset
         return opened.salt
 
-    def put(
-        self, number: int, rows: Sequence[tuple[bytes, int, int]], deadline_ms: int = 60_000
-    ) -> Put:
-        """An order for keys, each with slot and generation."""
-        keys, slots, generations = zip(*rows, strict=True) if rows else ((), (), ())
-        first, count, groups = (
-            IntArray.of([coverage(key)[i] for key in keys], "u2") for i in range(3)
-        )
+    def put(self, number: int, rows: Sequence[Row]) -> Put:
+        """An order for chunks."""
+        coverages = [coverage_of(key) for key, _, _ in rows]
+        first, count, groups = (IntArray.of(each, "u2") for each in zip(*coverages, strict=True))
+        order = self.get(number, rows)
         return Put(
             number=number,
             namespace=self.name,
-            keys=keys,
-            slots=IntArray.of(slots, "u4"),
-            generations=IntArray.of(generations, "u8"),
+            keys=order.keys,
+            slots=order.slots,
+            generations=order.generations,
             first=first,
             count=count,
             groups=groups,
-            deadline_ms=deadline_ms,
+            deadline_ms=order.deadline_ms,
         )
 
-    def get(
-        self, number: int, rows: Sequence[tuple[bytes, int, int]], deadline_ms: int = 60_000
-    ) -> Get:
-        """An order for keys, each with slot and generation."""
-        keys, slots, generations = zip(*rows, strict=True) if rows else ((), (), ())
+    def get(self, number: int, rows: Sequence[Row], deadline_ms: int = 60_000) -> Get:
+        """An order for chunks."""
+        keys, slots, generations = zip(*rows, strict=True)
         return Get(
             number=number,
             namespace=self.name,
@@ -228,27 +218,22 @@ class FakeBroker:
         """Of each chunk of an order."""
         return [Outcome(value) for value in self.done(order).outcomes.tolist()]
 
-    def held(self, name: bytes = b"") -> dict[bytes, tuple[int, int, int]]:
+    def scan(self, name: bytes = b"") -> dict[bytes, tuple[int, int, int]]:
         """What a scan tells, to its end; that of one namespace, or the next."""
-        found: dict[bytes, tuple[int, int, int]] = {}
+        listed: dict[bytes, tuple[int, int, int]] = {}
         while True:
-            held = self.wait_for(ScanResult)
-            if name not in {b"", held.namespace}:
+            scan = self.wait_for(ScanResult)
+            if name not in {b"", scan.namespace}:
                 continue
-            columns = held.first.tolist(), held.count.tolist(), held.groups.tolist()
-            found |= dict(zip(held.keys, zip(*columns, strict=True), strict=True))
-            if held.last:
-                return found
+            columns = scan.first.tolist(), scan.count.tolist(), scan.groups.tolist()
+            listed |= dict(zip(scan.keys, zip(*columns, strict=True), strict=True))
+            if scan.last:
+                return listed
 
     def pong(self) -> TierPong:
         """The answer to a ping."""
         self.send(TierPing())
         return self.wait_for(TierPong)
-
-    def stop(self) -> None:
-        """Have it end, and wait for that."""
-        self.send(StopTier())
-        self.join()
 
     def join(self) -> None:
         """Wait until it has ended."""
@@ -259,12 +244,7 @@ class FakeBroker:
         self.ready = self.wait_for(TierReady)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.link.close()
         self.join()
         for space in self.spaces:

@@ -9,7 +9,6 @@ The engines compute in float32. Of a prompt whose beginning alone is found vLLM 
 other steps than of a cold one, and in bfloat16 it then rounds otherwise, which changes tokens.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -52,16 +51,6 @@ def serve(name: str, engine: VllmServer, prompts: list[list[int]]) -> tuple[list
     each = " ".join(f"{one:.2f}" for one in seconds)
     print(f"{name:<34}{median(seconds):6.3f} s  {hits:>7,} tokens found  {each}", flush=True)
     return answers, hits
-
-
-def attach(engine: VllmServer, prompt: list[int]) -> None:
-    """Do everything once, with the daemon behind it."""
-
-    def attached() -> float:
-        engine.generate([prompt], ANSWER_TOKENS)  # vLLM renews the metric with every step
-        return engine.metric(ATTACHED)
-
-    eventually(attached)
 
 
 def wait_kept(daemon: Daemon) -> int:
@@ -113,10 +102,10 @@ def run(prompts: int, tokens: int) -> bool:
         (tier_of_b,) = daemons[1].status()["tiers"]
     times = [median(answer.first_token_seconds for answer in some) for some in (computed, loaded)]
     same = [a.tokens for a in stored + computed] == [a.tokens for a in loaded + again]
-    found = tier_of_b["counters"]["gets"]["ok"]
+    gets = tier_of_b["counters"]["gets"]["ok"]
     print(
         f"\nFirst token on B: computing takes {times[0] / times[1]:.1f} times as long as loading"
-        f" what A stored ({found:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
+        f" what A stored ({gets:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
         f" Answers are {'the same' if same else 'NOT THE SAME'}, token for token."
     )
     return same and hits > 0
@@ -124,22 +113,18 @@ def run(prompts: int, tokens: int) -> bool:
 
 @contextmanager
 def engine_of(options: VllmServerOptions, log: Path, prompt: list[int]) -> Iterator[VllmServer]:
-    """An engine that has done everything once."""
+    """An engine that has done everything once, with the daemon behind it."""
     with VllmServer(options, log) as engine:
-        attach(engine, prompt)
+
+        def attached() -> float:
+            engine.generate([prompt], ANSWER_TOKENS)  # vLLM renews the metric with every step
+            return engine.metric(ATTACHED)
+
+        eventually(attached)
         yield engine
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
-    arguments = parser.parse_args()
+if __name__ == "__main__":
     if reason := why_not():
         raise SystemExit(f"no Mooncake cluster can be started here: {reason}")
-    sys.exit(not run(arguments.prompts, arguments.prompt_tokens))
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(not run(PROMPTS, PROMPT_TOKENS))

@@ -71,14 +71,14 @@ class Client(kill_loop.Client):
         scheduler = self.engine.scheduler
         end = time.monotonic() + seconds
         while True:
-            found = scheduler.lookup_many(keys)
+            results = scheduler.lookup_many(keys)
             missing = [
                 key
-                for key, result in zip(keys, found, strict=True)
+                for key, result in zip(keys, results, strict=True)
                 if result is not LookupResult.HIT and scheduler.find_tier(key) != NO_TIER
             ]
             if not missing or time.monotonic() > end:
-                hits = zip(keys, found, strict=True)
+                hits = zip(keys, results, strict=True)
                 return [key for key, result in hits if result is LookupResult.HIT]
             scheduler.request_promotion(missing)
             scheduler.end_step()
@@ -150,25 +150,25 @@ class Loop(KillLoop[Client, Tally]):
             self.daemon.process.wait(timeout=PATIENCE)
             self.daemon = self.begin()
             self.attach()
-        for client, were in zip(self.clients, kept, strict=True):
-            self.look(client, were)
+        for client, acknowledged in zip(self.clients, kept, strict=True):
+            self.look(client, acknowledged)
 
     def wanted(self, client: Client, keys: list[bytes]) -> list[bytes]:
         """Those that come up at once."""
         return client.bring_up(keys, seconds=0.05)
 
-    def look(self, client: Client, were: set[bytes]) -> None:
+    def look(self, client: Client, acknowledged: set[bytes]) -> None:
         """Hold what the tier has now against what it had acknowledged."""
-        self.tally.acknowledged += len(were)
+        self.tally.acknowledged += len(acknowledged)
         end = time.monotonic() + PATIENCE
-        while (missing := were - client.kept()) and time.monotonic() < end:
+        while (missing := acknowledged - client.kept()) and time.monotonic() < end:
             time.sleep(PAUSE)
         if missing:
             self.wrong(f"{len(missing)} kept chunks are lost: {min(missing)!r}")
         now = client.kept()
         if cleared := now.difference(client.keys):
             self.wrong(f"{len(cleared)} are back: {min(cleared)!r}")
-        self.tally.unacknowledged += len(now - were)
+        self.tally.unacknowledged += len(now - acknowledged)
         keys = sorted(now.intersection(client.keys))
         for at in range(0, len(keys), BATCH):
             self.look_at(client, keys[at : at + BATCH])
@@ -181,8 +181,8 @@ class Loop(KillLoop[Client, Tally]):
         left = keys
         while left and time.monotonic() < end:
             up = client.bring_up(left, SEEK_SECONDS)
-            told = read_descriptions(client.engine.scheduler, up)
-            for key, description in zip(up, told, strict=True):
+            descriptions = read_descriptions(client.engine.scheduler, up)
+            for key, description in zip(up, descriptions, strict=True):
                 if description is not None and description != described(key):
                     self.wrong(f"{key!r} is described wrongly")
                 self.tally.described += description is not None

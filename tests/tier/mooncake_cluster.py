@@ -2,12 +2,15 @@
 
 What Mooncake starts listens on all addresses without asking who comes, so it runs in namespaces
 of its own, which end with the process that made them: nothing is left where that is killed.
+
+`python -m tests.tier.mooncake_cluster MASTER NAMESPACE KEY…` turns a bit in chunks of the cluster.
 """
 
 import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +19,15 @@ from pathlib import Path
 from typing import Self
 from urllib.request import urlopen
 
+from kvd.errors import TierError
+from kvd.outcomes import Outcome
+from kvd.tier.batches import HEAD_BYTES, space_id
+from kvd.tier.contract import BackendOptions, Space
+from kvd.tier.mooncake import MooncakeTier
+from kvd_proto.descriptions import max_description_bytes, record_bytes
+from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
+from tests.tier.areas import Area
+from tests.tier.conformance import put_all, soon
 from tests.waiting import PATIENCE, eventually
 
 MASTER_PORT = 50051
@@ -128,8 +140,7 @@ class Cluster:
         self._logs = logs
         self.hub = Node("hub")
         self.nodes: dict[str, Node] = {}
-        self._network = 77
-        self.hub.address = f"10.{self._network}.0.1"
+        self.hub.address = "10.77.0.1"
         self.hub.run("ip", "link", "add", "bridge", "type", "bridge")
         self.hub.run("ip", "address", "add", f"{self.hub.address}/24", "dev", "bridge")
         self.hub.run("ip", "link", "set", "bridge", "up")
@@ -144,7 +155,7 @@ class Cluster:
     def add_node(self, name: str) -> Node:
         """A node that reaches the hub and the others."""
         node = self.nodes[name] = Node(name)
-        node.address = f"10.{self._network}.0.{1 + len(self.nodes)}"
+        node.address = f"10.77.0.{1 + len(self.nodes)}"
         port = ("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0")
         self.hub.run(*port, "netns", node.pid)
         self.hub.run("ip", "link", "set", f"to-{name}", "master", "bridge", "up")
@@ -236,3 +247,39 @@ class Cluster:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait(timeout=PATIENCE)
+
+
+def open_tier(master: str, area: Area) -> MooncakeTier:
+    """A backend on the cluster, once its master answers: it stands still for a while."""
+    options = BackendOptions("", {"master": master})
+    MooncakeTier.check(options)
+
+    def opened() -> MooncakeTier | None:
+        with suppress(TierError):
+            return MooncakeTier.open(options, area.memory)
+        return None
+
+    tier = eventually(opened)
+    assert tier is not None
+    return tier
+
+
+def spoil(master: str, namespace: str, *keys: str) -> None:
+    """Replace chunks of an `Engine` by ones with a bit turned; all names in hexadecimal digits."""
+    area = Area()
+    tier = open_tier(master, area)
+    head_bytes = HEAD_BYTES + max_description_bytes(record_bytes(make_layout()))
+    name = bytes.fromhex(namespace)
+    shares = (PAGE * FACTOR * TENSORS,) * 2  # of the ranks of an Engine
+    space = Space(space_id(name, tier.salt(name)), shares, head_bytes)
+    chunks = area.empties(space, map(bytes.fromhex, keys))
+    assert tier.get(chunks, soon()) == [Outcome.OK] * len(keys)
+    tier.remove(space, [chunk.key for chunk in chunks])
+    for chunk in chunks:
+        chunk.shares[0][0] ^= 1
+    put_all(tier, chunks)
+    tier.close()
+
+
+if __name__ == "__main__":
+    spoil(*sys.argv[1:])

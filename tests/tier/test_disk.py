@@ -1,7 +1,6 @@
-"""The disk tier and the double in memory: conformance, and the disk beside a model."""
+"""The disk tier and the double in memory: conformance, and how the disk goes about it."""
 
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,15 +8,37 @@ from typing import Any, ClassVar
 import pytest
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import BackendOptions, Space, TierBackend
+from kvd.tier.contract import BackendOptions, TierBackend
 from kvd.tier.disk import DiskTier
-from kvd.tier.disk.slabs import Slab
-from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
-from tests.tier.conformance import Conformance, MakeTier, put_all, soon
-from tests.tier.disk_integrity import check_integrity
+from kvd.tier.disk.slabs import BUSY, FREE, HELD, Slab
+from kvd.tier.disk.slots import place_of, split
+from tests.tier.areas import Area, begun, keys_of, space_of
+from tests.tier.conformance import Conformance, MakeTier, Model, put_all, soon
 from tests.tier.doubles.memory_tier import MemoryTier
 
 MIB = 2**20
+
+
+def check_integrity(tier: DiskTier) -> None:
+    """What the tier has in memory agrees: chunks, slots and rings; nothing may be under way."""
+    slots = tier._index
+    places = [place for held in slots.spaces.values() for place in held.values()]
+    states = sorted(
+        (place_of(slab.number, slot), state)
+        for slab in slots.slabs.values()
+        for slot, state in enumerate(slab.states)
+    )
+    assert slots.nbytes == sum(slab.nbytes for slab in slots.slabs.values())
+    assert sorted(places) == [place for place, state in states if state == HELD]
+    for space, held in slots.spaces.items():
+        for key, place in held.items():
+            at, slot = split(place)
+            assert slots.slabs[at].owner(slot) == (space, key)
+    free = sorted(place for ring in slots._rings.values() for place in ring.free)
+    assert free == [place for place, state in states if state == FREE]
+    for slab in slots.slabs.values():
+        readers = sum(n for place, n in slots._readers.items() if split(place)[0] == slab.number)
+        assert slab.pins == readers + slab.states.count(BUSY)
 
 
 class TestDiskTier(Conformance):
@@ -28,12 +49,11 @@ class TestDiskTier(Conformance):
     @pytest.fixture
     def make_tier(self, tmp_path: Path, area: Area) -> Iterator[MakeTier]:
         """A disk in a folder of the test, which goes with it."""
+        self.folder = tmp_path / "tier"
         opened: list[DiskTier] = []
 
         def make(nbytes: int) -> DiskTier:
-            options = BackendOptions(
-                str(tmp_path / "tier"), {"size": str(nbytes), "floor": "64MiB"}
-            )
+            options = BackendOptions(str(self.folder), {"size": str(nbytes), "floor": "64MiB"})
             DiskTier.check(options)
             opened.append(DiskTier.open(options, area.memory))
             return opened[-1]
@@ -42,6 +62,14 @@ class TestDiskTier(Conformance):
         for tier in opened:
             check_integrity(tier)
             tier.close()
+
+    def agrees(self, tier: TierBackend, model: Model) -> None:
+        """Its memory agrees with itself, and its files keep to the budget."""
+        super().agrees(tier, model)
+        assert isinstance(tier, DiskTier)
+        check_integrity(tier)
+        files = [f for f in self.folder.iterdir() if f.suffix in {".slab", ".index"}]
+        assert sum(file.stat().st_blocks * 512 for file in files) <= self.small
 
 
 def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,84 +149,12 @@ def test_a_size_that_cannot_be_reached_is_said_at_start(
     assert "at most, or make room" in text
 
 
-def opened(area: Area, **values: str) -> TierBackend:
-    """A double with these options."""
-    options = BackendOptions("", values)
-    MemoryTier.check(options)
-    return MemoryTier.open(options, area.memory)
-
-
 class TestMemoryTier(Conformance):
     """The conformance suite."""
 
     @pytest.fixture
     def make_tier(self, area: Area) -> MakeTier:
         """A double of so many bytes."""
-        return lambda nbytes: opened(area, size=str(nbytes))
-
-
-SIZE = 2 * 2**20
-STEPS = 250
-
-
-@pytest.mark.parametrize("seed", range(10, 12))
-def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
-    """Whatever is called in any order, also over restarts, memory and files agree with a model."""
-    chance = random.Random(seed)
-    area = Area(8 * 2**20)
-    options = BackendOptions(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
-    tier = DiskTier.open(options, area.memory)
-    shares = ((20_000,), (4096, 4096), (60_000, 5))
-    spaces = [begun(tier, space_of(*some, name=bytes([i]) * 16)) for i, some in enumerate(shares)]
-    model: dict[bytes, dict[bytes, int]] = {space.id: {} for space in spaces}
-    keys = keys_of("k", 60)
-    for _ in range(STEPS):
-        which = chance.randrange(len(spaces))
-        space, some = spaces[which], chance.sample(keys, chance.randrange(1, 7))
-        step = chance.random()
-        if step < 0.5:
-            salt = chance.randrange(2)
-            outcomes = tier.put(area.chunks(space, some, salt=salt), soon())
-            assert outcomes == [Outcome.OK] * len(some)
-            _take_dropped(tier, model)
-            model[space.id] |= dict.fromkeys(some, salt)
-        elif step < 0.8:
-            _compare(tier, area, space, some, model[space.id])
-        elif step < 0.9:
-            tier.remove(space, some)
-            for key in some:
-                model[space.id].pop(key, None)
-        elif step < 0.93:
-            tier.drop_space(space)
-            name = chance.randbytes(16)
-            spaces[which] = begun(tier, Space(name, space.share_bytes, space.head_bytes))
-            model[name] = {}
-        elif step < 0.96:
-            tier.close()
-            tier = DiskTier.open(options, area.memory)
-            spaces = [begun(tier, space) for space in spaces]
-        check_integrity(tier)
-        _take_dropped(tier, model)
-        files = (tmp_path / "tier").iterdir()
-        slabs = [file for file in files if file.suffix in {".slab", ".index"}]
-        assert sum(file.stat().st_blocks * 512 for file in slabs) <= SIZE
-    for space in spaces:
-        listed = {key for piece in tier.scan(space) for key, _ in piece}
-        assert listed == model[space.id].keys()
-        _compare(tier, area, space, keys, model[space.id])
-    tier.close()
-
-
-def _take_dropped(tier: DiskTier, model: dict[bytes, dict[bytes, int]]) -> None:
-    for name, gone in tier.take_dropped():
-        for key in gone:
-            del model[name][key]
-
-
-def _compare(
-    tier: DiskTier, area: Area, space: Space, keys: list[bytes], there: dict[bytes, int]
-) -> None:
-    back = area.empties(space, keys)
-    for chunk, outcome in zip(back, tier.get(back, soon()), strict=True):
-        assert outcome is (Outcome.OK if chunk.key in there else Outcome.ABSENT)
-        assert outcome is Outcome.ABSENT or is_whole(chunk, salt=there[chunk.key])
+        return lambda nbytes: MemoryTier.open(
+            BackendOptions("", {"size": str(nbytes)}), area.memory
+        )

@@ -10,9 +10,10 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,17 +25,11 @@ from kvd.tier.disk import DiskTier, slabs
 from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
-from tests.tier.disk_integrity import check_integrity
+from tests.tier.test_disk import check_integrity
 from tests.waiting import PATIENCE
 
 MIB = 2**20
-OK, ABSENT, FULL, CORRUPT, FAILED = (
-    Outcome.OK,
-    Outcome.ABSENT,
-    Outcome.FULL,
-    Outcome.CORRUPT,
-    Outcome.FAILED,
-)
+OK, ABSENT, FULL, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.FULL, Outcome.FAILED
 PLACE = "tier"
 _MNT_DETACH = 2
 _FIFREEZE, _FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h
@@ -101,17 +96,29 @@ def mounted(kind: str, source: str, folder: Path, options: str) -> Iterator[Path
         libc.umount2(os.fsencode(folder), _MNT_DETACH)
 
 
+def failing(code: int = errno.EIO) -> Callable[..., Any]:
+    """A call of the system that fails."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def files_of(folder: Path, suffix: str) -> list[Path]:
     """The slabs' files, in their order."""
     return sorted(folder.glob(f"*{suffix}"))
 
 
+def free_bytes(folder: Path) -> int:
+    """What its file system has left."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def disk_bytes(folder: Path) -> int:
     """What a directory takes with all that is in it."""
     return sum(each.stat().st_blocks * 512 for each in (folder, *folder.iterdir()))
-
-
-# ---------------------------------------------------------------- the directory
 
 
 @pytest.mark.parametrize(
@@ -200,63 +207,44 @@ def test_modes(disks: Disks) -> None:
     assert {file.stat().st_mode & 0o777 for file in disks.folder.iterdir()} == {0o600}
 
 
-# ---------------------------------------------------------------- room
+def test_the_floor_is_kept(
+    tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier grows to the floor of the file system, and goes round in what it has.
 
-
-def test_a_size_below_one_chunk(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is kept, and a warning says so with the remedy."""
-    tier = disks.open("64KiB")
-    space = begun(tier, space_of(MIB))
-    assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
-    assert "set a larger size" in caplog.text
-    assert not files_of(disks.folder, ".slab")
-
-
-def test_the_floor_is_kept(tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """The tier grows to the floor of the file system, and goes round in what it has."""
+    Where others pass the floor it gives room back, slab by slab.
+    """
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE_SECONDS", 0.0)
     with mounted("tmpfs", "none", tmp_path / "small", "size=16m") as small:
         tier = disks.open("64MiB", "8MiB", small / PLACE)
         space = begun(tier, space_of(65536))
         keys = keys_of("k", 200)
         with caplog.at_level(logging.WARNING):
             disks.fill(tier, space, keys)
-        free = os.statvfs(small)
-        assert free.f_bavail * free.f_frsize >= 8 * MIB
-        assert 5 * MIB < tier.capacity().used <= 8 * MIB
+        assert free_bytes(small) >= 8 * MIB
+        assert 5 * MIB < (used := tier.capacity().used) <= 8 * MIB
         assert "stay free (floor)" in caplog.text
         assert disks.got(tier, space, keys[-8:]) == [OK] * 8
-        tier.close()
-
-
-def test_others_fill_the_file_system(
-    tmp_path: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room is given back, slab by slab, where the floor is passed by others."""
-    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE_SECONDS", 0.0)
-    with mounted("tmpfs", "none", tmp_path / "small", "size=16m") as small:
-        tier = disks.open("8MiB", "4MiB", small / PLACE)
-        space = begun(tier, space_of(65536))
-        disks.fill(tier, space, keys_of("k", 100))
-        used = tier.capacity().used
-        (small / "theirs").write_bytes(bytes(6 * MIB))
+        (small / "of others").write_bytes(bytes(4 * MIB))
         for key in keys_of("more", 40):
             tier.put([disks.area.chunk(space, key)], soon())
         assert tier.capacity().used < used
-        free = os.statvfs(small)
-        assert free.f_bavail * free.f_frsize >= 4 * MIB
+        assert free_bytes(small) >= 8 * MIB
         tier.close()
 
 
-def test_allocating_fails(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slab whose room cannot be had leaves no file, and a put is FULL."""
-    tier = disks.open()
-    space = begun(tier, space_of(65536))
-
-    def refuse(_fd: int, _offset: int, _length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_chunk_that_finds_no_room(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is FULL and no file is left; a size below one chunk is a warning with the remedy."""
+    small = disks.open("64KiB")
+    space = begun(small, space_of(MIB))
+    assert small.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
+    assert "set a larger size" in caplog.text
+    tier = disks.reopen(small)
+    tier.open_space(space)
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.slabs.os.posix_fallocate", refuse)
+        patch.setattr("kvd.tier.disk.slabs.os.posix_fallocate", failing(errno.ENOSPC))
         assert tier.put([disks.area.chunk(space, b"k")], soon()) == [FULL]
     assert not files_of(disks.folder, ".slab")
 
@@ -269,16 +257,13 @@ def test_a_smaller_and_a_larger_size(disks: Disks) -> None:
     disks.fill(tier, space, keys)
     tier = disks.reopen(tier, "2MiB")
     assert disk_bytes(disks.folder) <= 2 * MIB
-    there = [key for piece in tier.scan(space) for key, _ in piece]
-    assert len(there) >= 20
-    assert set(there) <= set(keys[-40:])
-    assert disks.got(tier, space, there) == [OK] * len(there)
+    kept = [key for piece in tier.scan(space) for key, _ in piece]
+    assert len(kept) >= 20
+    assert set(kept) <= set(keys[-40:])
+    assert disks.got(tier, space, kept) == [OK] * len(kept)
     tier = disks.reopen(tier, "16MiB")
     disks.fill(tier, space, keys_of("more", 150))
-    assert tier.capacity().chunks == len(there) + 150
-
-
-# ---------------------------------------------------------------- the medium fails
+    assert tier.capacity().chunks == len(kept) + 150
 
 
 def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +277,9 @@ def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPa
         real = os.preadv
 
         def moved(fd: int, pieces: list[memoryview], offset: int) -> int:
-            if offset <= bad < offset + sum(map(len, pieces)):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(fd, pieces, offset)
+            is_bad = offset <= bad < offset + sum(map(len, pieces))
+            nbytes: int = (failing() if is_bad else real)(fd, pieces, offset)
+            return nbytes
 
         patch.setattr("kvd.tier.disk.slot_io.os.preadv", moved)
         assert disks.got(tier, space, keys) == [OK, OK, FAILED, OK, OK, OK]
@@ -310,12 +295,8 @@ def test_a_disk_that_cannot_be_written(disks: Disks, monkeypatch: pytest.MonkeyP
     tier = disks.open()
     space = begun(tier, space_of(16384))
     keys = keys_of("k", 3)
-
-    def refuse(_fd: int, _pieces: list[memoryview], _offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.slot_io.os.pwritev", refuse)
+        patch.setattr("kvd.tier.disk.slot_io.os.pwritev", failing())
         with pytest.raises(TierError, match="write: Input/output error"):
             tier.put(disks.area.chunks(space, keys), soon())
         assert tier.capacity().chunks == 0
@@ -332,18 +313,12 @@ def test_a_file_system_that_does_not_say_how_full_it_is(
     space = begun(tier, space_of(16384))
     put_all(tier, disks.area.chunks(space, keys_of("first", 1)))  # makes a slab of more slots
     slabs_before = files_of(disks.folder, ".slab")
-
-    def refuse(_fd: int) -> os.statvfs_result:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def once_more(fd: int) -> os.statvfs_result:
-        """Answers the look at the floor, and not that for a new slab."""
-        monkeypatch.setattr("kvd.tier.disk.directory.os.fstatvfs", refuse)
-        return real(fd)
-
     real = os.fstatvfs
-    for answer, count in ((refuse, 1), (once_more, 8)):
-        monkeypatch.setattr("kvd.tier.disk.directory.os.fstatvfs", answer)
+    # The second put has an answer when it looks at the floor, and none for a new slab.
+    for count, calls in ((1, iter([failing()])), (8, iter([real, failing()]))):
+        monkeypatch.setattr(
+            "kvd.tier.disk.directory.os.fstatvfs", lambda fd, calls=calls: next(calls)(fd)
+        )
         with pytest.raises(TierError, match=f"{PLACE}: statvfs: Input/output error"):
             tier.put(disks.area.chunks(space, keys_of("more", count)), soon())
         assert disks.got(tier, space, keys_of("first", 1)) == [OK]
@@ -429,6 +404,15 @@ def test_a_slab_that_became_a_link(disks: Disks, tmp_path: Path) -> None:
     assert (tmp_path / "moved").read_bytes() == before
 
 
+def put_sealed(disks: Disks, tier: DiskTier, space: Space, keys: list[bytes]) -> None:
+    """Put chunks with the heads that the service gives them, a few at a time."""
+    for at in range(0, len(keys), 8):
+        chunks = disks.area.chunks(space, keys[at : at + 8])
+        for chunk in chunks:
+            chunk.head = seal(space, chunk.key, chunk.coverage, chunk.checksum, b"")
+        put_all(tier, chunks)
+
+
 def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
     """With any byte of its records changed the index opens, and the seal finds what is wrong.
 
@@ -437,11 +421,7 @@ def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -
     tier = disks.open("512MiB")
     space = begun(tier, space_of(4096))
     keys = keys_of("k", 2 * slabs.RECORD_BYTES)
-    chunks = disks.area.chunks(space, keys)
-    for chunk in chunks:
-        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.checksum, b"")
-    for at in range(0, len(keys), 8):
-        put_all(tier, chunks[at : at + 8])
+    put_sealed(disks, tier, space, keys)
     tier.close()
     (index,) = files_of(disks.folder, ".index")
     raw = bytearray(index.read_bytes())
@@ -467,24 +447,6 @@ def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -
     assert disks.got(tier, space, keys_of("more", 8)) == [OK] * 8
 
 
-def test_wrong_bytes_in_a_share(disks: Disks) -> None:
-    """A share with a bit turned comes back as it is, and its check word shows that."""
-    tier = disks.open()
-    space = begun(tier, space_of(8192))
-    put_all(tier, [chunk := disks.area.chunk(space, b"k")])
-    with files_of(disks.folder, ".slab")[0].open("r+b") as raw:
-        raw.seek(5000)
-        byte = raw.read(1)
-        raw.seek(5000)
-        raw.write(bytes([byte[0] ^ 1]))
-        os.fsync(raw.fileno())
-    back = disks.area.empty(space, b"k")
-    assert tier.get([back], soon()) == [OK]
-    assert checksum_of(back.shares) != chunk.checksum
-    tier.remove(space, [b"k"])
-    assert disks.got(disks.reopen(tier), space, [b"k"]) == [ABSENT]
-
-
 def test_a_record_that_a_power_loss_brought_back(disks: Disks) -> None:
     """Where another chunk has been written into a record's slot, the seal says so."""
     tier = disks.open()
@@ -493,11 +455,7 @@ def test_a_record_that_a_power_loss_brought_back(disks: Disks) -> None:
     (index,) = files_of(disks.folder, ".index")
     old = index.read_bytes()
     tier.remove(space, [b"old"])
-    names = keys_of("new", 40)  # a slab has fewer slots
-    chunks = disks.area.chunks(space, names)
-    for chunk in chunks:
-        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.checksum, b"")
-    put_all(tier, chunks)
+    put_sealed(disks, tier, space, keys_of("new", 40))  # a slab has fewer slots
     tier.close()
     index.write_bytes(old)
     tier = disks.open()
@@ -552,20 +510,17 @@ def test_a_salt_is_durable_before_it_counts(disks: Disks, monkeypatch: pytest.Mo
         synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
         real(fd)
 
-    def refuse(_fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    calls: tuple[tuple[str, Callable[..., Any]], ...] = (
+        ("fsync", failing()),
+        ("write", lambda fd, text: write(fd, text[:-1])),
+    )
+    for name, call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvd.tier.disk.directory.os.{name}", call)
+            with pytest.raises(TierError, match="reset cannot be noted"):
+                tier.note_salt(b"n" * 16, b"after...")
+        assert tier.salt(b"n" * 16) == b"before.."
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.directory.os.fsync", refuse)
-        with pytest.raises(TierError, match="reset cannot be noted"):
-            tier.note_salt(b"n" * 16, b"after...")
-        assert tier.salt(b"n" * 16) == b"before.."
-        patch.setattr("kvd.tier.disk.directory.os.fsync", real)
-        patch.setattr("kvd.tier.disk.directory.os.write", lambda fd, text: write(fd, text[:-1]))
-        with pytest.raises(TierError, match="reset cannot be noted"):
-            tier.note_salt(b"n" * 16, b"after...")
-        assert tier.salt(b"n" * 16) == b"before.."
-        patch.setattr("kvd.tier.disk.directory.os.write", write)
         patch.setattr("kvd.tier.disk.directory.os.fsync", sync)
         assert tier.note_salt(b"n" * 16, b"after...") == b"before.."
         assert tier.note_salt(b"n" * 16, b"after...") == b"after..."
@@ -582,50 +537,45 @@ def test_without_o_direct(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None
     assert disks.got(tier, space, keys_of("k", 9)) == [OK] * 9
 
 
-# ---------------------------------------------------------------- it hangs, it is killed
+@contextlib.contextmanager
+def frozen(place: Path) -> Iterator[None]:
+    """Writes to a file system hang in the kernel."""
+    root = os.open(place, os.O_RDONLY)
+    fcntl.ioctl(root, _FIFREEZE, 0)
+    try:
+        yield
+    finally:
+        fcntl.ioctl(root, _FITHAW, 0)
+        os.close(root)
 
 
 def test_a_disk_that_hangs(tmp_path: Path, disks: Disks) -> None:
     """While a write hangs in the kernel, what needs no disk is answered, and gets are served."""
-    image = tmp_path / "image"
+    image, place = tmp_path / "image", tmp_path / "frozen"
     image.write_bytes(bytes(24 * MIB))
-    if subprocess.run(["mkfs.ext4", "-q", image], check=False).returncode:
-        pytest.skip("no mkfs.ext4 here")
-    place = tmp_path / "frozen"
     place.mkdir()
-    if subprocess.run(["mount", "-o", "loop", image, place], check=False).returncode:
-        pytest.skip("no loop device can be mounted here")
-    root = os.open(place, os.O_RDONLY)
+    for command in (f"mkfs.ext4 -q {image}", f"mount -o loop {image} {place}"):
+        if subprocess.run(command.split(), check=False).returncode:
+            pytest.skip(f"cannot be done here: {command}")
     try:
         tier = disks.open("4MiB", "0", place / PLACE)
         space = begun(tier, space_of(65536))
         keys = keys_of("k", 4)
         put_all(tier, disks.area.chunks(space, keys))
-        outcomes: list[Outcome] = []
-        ended = threading.Event()
         late = disks.area.chunks(space, keys_of("late", 2))
-
-        def put() -> None:
-            outcomes.extend(tier.put(late, soon()))
-            ended.set()
-
-        fcntl.ioctl(root, _FIFREEZE, 0)
-        try:
-            writer = threading.Thread(target=put)
-            writer.start()
-            assert not ended.wait(0.2)
-            assert tier.contains(space, keys, soon()) == [True] * 4
-            assert disks.got(tier, space, keys) == [OK] * 4
-            assert tier.capacity().chunks == 4
-            assert tier.take_dropped() == []
-            assert sum(map(len, tier.scan(space))) == 4
-        finally:
-            fcntl.ioctl(root, _FITHAW, 0)
-        assert ended.wait(PATIENCE)
-        assert outcomes == [OK] * 2
+        with ThreadPoolExecutor(1) as writer:
+            with frozen(place):
+                putting = writer.submit(tier.put, late, soon())
+                with pytest.raises(TimeoutError):
+                    putting.result(0.2)
+                assert tier.contains(space, keys, soon()) == [True] * 4
+                assert disks.got(tier, space, keys) == [OK] * 4
+                assert tier.capacity().chunks == 4
+                assert tier.take_dropped() == []
+                assert sum(map(len, tier.scan(space))) == 4
+            assert putting.result(PATIENCE) == [OK] * 2
         tier.close()
     finally:
-        os.close(root)
         subprocess.run(["umount", place], check=False)
 
 
@@ -660,26 +610,27 @@ def test_killed_in_mid_write(disks: Disks) -> None:
         ) as writer:
             assert writer.stdout is not None
             for _ in range(20 + 43 * turn):
-                known = _told(known, writer.stdout.readline())
+                known = known_after(known, writer.stdout.readline())
             writer.send_signal(signal.SIGKILL)
             # Lines after the last one that was read were acknowledged, too.
             for line in writer.stdout:
                 if line.endswith("\n"):
-                    known = _told(known, line)
+                    known = known_after(known, line)
         tier = disks.open("6MiB")
         tier.open_space(space)
-        there = {key for piece in tier.scan(space) for key, _ in piece}
+        listed = {key for piece in tier.scan(space) for key, _ in piece}
         # A batch that was under way may have been written, and may have evicted as many.
-        assert len(known - there) <= 5
-        assert len(there - known) <= 5
-        for key in sorted(there):
+        assert len(known - listed) <= 5
+        assert len(listed - known) <= 5
+        for key in sorted(listed):
             assert disks.got(tier, space, [key]) == [OK]
-        known = there
+        known = listed
         check_integrity(tier)
         tier.close()
 
 
-def _told(known: set[bytes], line: str) -> set[bytes]:
+def known_after(known: set[bytes], line: str) -> set[bytes]:
+    """What is kept after a line of the writer."""
     kept, gone = ({bytes.fromhex(key) for key in part.split()} for part in line.split("|"))
     return (known | kept) - gone
 

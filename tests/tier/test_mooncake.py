@@ -5,14 +5,13 @@ from typing import ClassVar
 
 import pytest
 
-from kvd.errors import ConfigError, TierError
+from kvd.errors import ConfigError
 from kvd.outcomes import Outcome
 from kvd.tier.contract import BackendOptions
 from kvd.tier.mooncake import MooncakeTier, name_of
 from tests.tier.areas import ID, Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
-from tests.tier.mooncake_cluster import Cluster, why_not
-from tests.waiting import eventually
+from tests.tier.mooncake_cluster import Cluster, open_tier, why_not
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
 REASON = why_not()
@@ -34,36 +33,28 @@ class Openers:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._options = BackendOptions("", {"master": cluster.master_address})
         self.area = Area()
-        self._tier: MooncakeTier | None = None
+        self.tier: MooncakeTier | None = None
 
     def __call__(self, _budget: int = 0) -> MooncakeTier:
         """An open one; another where the last was closed."""
-        if self._tier is None:
-            MooncakeTier.check(self._options)
-            tier = eventually(self._opened, lambda opened: isinstance(opened, MooncakeTier))
-            assert isinstance(tier, MooncakeTier)
-            self._tier = tier
+        if self.tier is None:
+            self.tier = tier = open_tier(self.cluster.master_address, self.area)
             close = tier.close
 
             def forget() -> None:
-                self._tier = None
+                self.tier = None
                 close()
 
             tier.close = forget  # type: ignore[method-assign]
-        return self._tier
+        return self.tier
 
-    def _opened(self) -> MooncakeTier | TierError:
-        try:
-            return MooncakeTier.open(self._options, self.area.memory)
-        except TierError as error:  # the master stands still for a while
-            return error
-
-    def end(self) -> None:
-        """Close what is open."""
-        if self._tier is not None:
-            self._tier.close()
+    def emptied(self) -> MooncakeTier:
+        """An open one on an empty cluster, which knows no namespace."""
+        tier = self()
+        tier._client._store.remove_all(True)
+        tier._salts.clear()
+        return tier
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +62,8 @@ def openers(cluster: Cluster) -> Iterator[Openers]:
     """What opens tiers on the cluster."""
     made = Openers(cluster)
     yield made
-    made.end()
+    if made.tier is not None:
+        made.tier.close()
 
 
 @needs_cluster
@@ -89,9 +81,7 @@ class TestMooncake(Conformance):
     @pytest.fixture
     def make_tier(self, openers: Openers) -> MakeTier:
         """An open tier, whose cluster is empty when a test begins."""
-        tier = openers()
-        tier._client._store.remove_all(True)
-        tier._salts.clear()
+        openers.emptied()
         return openers
 
 
@@ -101,11 +91,8 @@ class TestCluster:
 
     @pytest.fixture
     def tier(self, openers: Openers) -> MooncakeTier:
-        """An open tier on an empty cluster that knows no namespace."""
-        tier = openers()
-        tier._client._store.remove_all(True)
-        tier._salts.clear()
-        return tier
+        """An open tier on an empty cluster."""
+        return openers.emptied()
 
     def test_another_node_finds_it(self, tier: MooncakeTier, openers: Openers) -> None:
         """What one client has put, another one gets, with the salt that it finds in the cluster."""
@@ -115,10 +102,10 @@ class TestCluster:
         space = space_of(70_000, 30, salt=salt)
         keys = keys_of("both", 6)
         put_all(tier, openers.area.chunks(space, keys))
-        other_openers = Openers(openers.cluster)
-        other = other_openers()
+        area = Area()
+        other = open_tier(openers.cluster.master_address, area)
         assert other.salt(ID) == salt
-        back = other_openers.area.empties(space, keys)
+        back = area.empties(space, keys)
         assert other.get(back, soon()) == [OK] * 6
         assert all(map(is_whole, back))
         # A reset here: who comes next has the new salt, who is there goes on with the old one.
@@ -133,9 +120,9 @@ class TestCluster:
         other._salts.clear()
         other.note_salt(ID, salt)
         assert other.salt(ID) == salt
-        other._salts.clear()
-        assert other.salt(ID) == b"the next"
-        other_openers.end()
+        tier._salts.clear()
+        assert tier.salt(ID) == b"the next"
+        other.close()
 
     def test_a_lost_salt_is_written_again(self, tier: MooncakeTier, openers: Openers) -> None:
         """Where the store that held it is gone, the next put brings the salt back."""
@@ -192,37 +179,3 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
     """An option that cannot work is named with its value and the remedy."""
     with pytest.raises(ConfigError, match=needle):
         MooncakeTier.check(BackendOptions(target, values))
-
-
-@pytest.mark.nightly
-@needs_cluster
-def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a store puts find no room; without a master all fails; then both serve again."""
-    monkeypatch.setattr("kvd.tier.mooncake._REWRITE_SECONDS", 3600.0)  # no put is one of these
-    tier, cluster, area = openers(), openers.cluster, openers.area
-    space = begun(tier, space_of(65536))
-    keys = keys_of("breaks", 4)
-    put_all(tier, area.chunks(space, keys))
-    cluster.kill_store()
-    with pytest.raises(TierError, match="all chunks failed"):
-        tier.get(area.empties(space, keys), soon())
-    cluster.wait_segments(0)
-    assert tier.contains(space, keys, soon()) == [False] * 4
-    assert tier.put(area.chunks(space, keys), soon()) == [Outcome.FULL] * 4
-    cluster.start_store()
-    put_all(tier, area.chunks(space, keys))
-    cluster.kill_master()
-    for _ in range(2):  # the first one on a connection of before
-        with pytest.raises(TierError, match=r"start mooncake_master|code -90"):
-            tier.get(area.empties(space, keys), soon())
-    with pytest.raises(TierError, match="start mooncake_master"):
-        tier.contains(space, keys, soon())
-    with pytest.raises(TierError, match="start mooncake_master"):
-        MooncakeTier.open(BackendOptions("", {"master": cluster.master_address}), Area(4096).memory)
-    cluster.start_master()
-    cluster.wait_segments(1)
-    assert tier.get(area.empties(space, keys), soon()) == [ABSENT] * 4
-    put_all(tier, area.chunks(space, keys))
-    back = area.empties(space, keys)
-    assert tier.get(back, soon()) == [OK] * 4
-    assert all(map(is_whole, back))

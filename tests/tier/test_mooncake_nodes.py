@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvd_client import LookupResult
 from kvd_client.decisions import NO_TIER
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.daemon.serving import Daemon, started_daemons
 from tests.http.serving import over_unix
 from tests.tier.mooncake_cluster import Cluster, Node, why_not
 from tests.waiting import eventually
@@ -39,10 +40,6 @@ class Place:
         (tier,) = self.daemon.status()["tiers"]
         found: dict[str, Any] = tier
         return found
-
-    def wait_closed(self) -> None:
-        """Until the breaker has closed by itself."""
-        eventually(lambda: self.tier["breaker"], "closed".__eq__)
 
     def keep(self, keys: list[bytes]) -> None:
         """Store, ask for what was stored, and wait until the cluster has it."""
@@ -94,42 +91,33 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def start(cluster: Cluster) -> Iterator[StartDaemon]:
-    """Starts daemons, each in a node of its own."""
+@contextmanager
+def place(cluster: Cluster, name: str) -> Iterator[Place]:
+    """A node with daemon and engine."""
+    node = cluster.add_node(name)
+    tier = "--tier", f"mooncake:master={cluster.master_address}"
     with (
         tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
         started_daemons(Path(path) / "run") as start,
+        Engine((daemon := start(*tier, before=node.command())).runtime_dir, name) as engine,
     ):
-
-        def start_in(node: Node, *extra: str) -> Daemon:
-            tier = f"mooncake:master={cluster.master_address}"
-            where = Path(path) / node.name / "run"
-            return start("--tier", tier, *extra, where=where, before=node.command())
-
-        yield start_in
-
-
-def place(cluster: Cluster, start: StartDaemon, name: str) -> Iterator[Place]:
-    """A node with daemon and engine."""
-    node = cluster.add_node(name)
-    daemon = start(node)
-    with Engine(daemon.runtime_dir, f"engine-{name}").wait_attached() as engine:
-        found = Place(node, daemon, engine)
-        eventually(lambda: found.tier["usable"])
-        yield found
+        started = Place(node, daemon, engine.wait_attached())
+        eventually(lambda: started.tier["usable"])
+        yield started
 
 
 @pytest.fixture(scope="module")
-def here(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+def here(cluster: Cluster) -> Iterator[Place]:
     """A node that computes."""
-    yield from place(cluster, start, "here")
+    with place(cluster, "here") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def there(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+def there(cluster: Cluster) -> Iterator[Place]:
     """Another node, which has computed nothing."""
-    yield from place(cluster, start, "there")
+    with place(cluster, "there") as started:
+        yield started
 
 
 def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
@@ -143,21 +131,16 @@ def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
     there.misses(keys_of("nobody", 3))
 
 
-def spoil(cluster: Cluster, namespace: bytes, keys: list[bytes]) -> None:
-    """Replace these chunks' objects by others with a bit turned, from another node."""
-    # A process of its own: threads of Mooncake's stay in the network in which they began.
-    command = [*cluster.add_node("spoiler").command(), sys.executable, "-m", "tests.tier.spoiling"]
-    command += [cluster.master_address, namespace.hex(), *(key.hex() for key in keys)]
-    subprocess.run(command, check=True, timeout=60)
-
-
 def test_damaged_objects_are_told_of_without_their_keys(
     cluster: Cluster, here: Place, there: Place
 ) -> None:
     """They are misses, and nothing that may be read has a part of a key."""
     keys = keys_of("SECRETKEY", 2)  # three would open the breaker
     here.keep(keys)
-    spoil(cluster, here.engine.scheduler.namespace, keys)
+    names = [name.hex() for name in (here.engine.scheduler.namespace, *keys)]
+    spoiling = sys.executable, "-m", "tests.tier.mooncake_cluster", cluster.master_address, *names
+    # A process of its own: threads of Mooncake's stay in the network in which they began.
+    subprocess.run(cluster.add_node("spoiler").command(*spoiling), check=True, timeout=60)
 
     def corrupt() -> int:
         there.engine.scheduler.request_promotion(keys)
@@ -173,58 +156,40 @@ def test_damaged_objects_are_told_of_without_their_keys(
 
 
 @pytest.mark.nightly
-def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
-    """What the dead store held is missed, memory goes on, and with another one all serves again."""
-    keys, own = keys_of("lost", 4), keys_of("memory-s", 4)
+@pytest.mark.parametrize("part", ["store", "master", "network"])
+def test_what_breaks_comes_back(cluster: Cluster, here: Place, there: Place, part: str) -> None:
+    """Meanwhile memory goes on and the rest is missed; then all serves again by itself."""
+    keys, own, again = (keys_of(f"{part}-{name}", 4) for name in ("kept", "memory", "again"))
     here.keep(keys)
     there.engine.store(own)
-    cluster.kill_store()
-    cluster.wait_segments(0)
-    there.misses(keys)
     wait_hit(there.engine, own)
+    if part == "store":
+        cluster.kill_store()
+        cluster.wait_segments(0)
+    elif part == "master":
+        cluster.kill_master()
+    else:
+        cluster.cut(there.node)
+    if part != "store":
+        there.ask_until_open()
+        assert there.engine.scheduler.find_tier(keys[0]) == NO_TIER
+    there.misses(keys)
     assert there.engine.load(own) == (4, 0)
-    cluster.start_store(1)
-    again = keys_of("found", 4)
-    eventually(lambda: not here.tier["full"])
+    if part == "store":
+        cluster.start_store(1)
+        eventually(lambda: not here.tier["full"])
+    elif part == "master":
+        assert "start mooncake_master" in there.tier["last_error"]
+        cluster.start_master()
+        cluster.wait_segments(1)
+    else:
+        cluster.mend(there.node)
+    for place in (here, there):
+        eventually(lambda place=place: place.tier["breaker"], "closed".__eq__)  # type: ignore[misc]
+    if part == "network":
+        there.bring(keys)
     here.keep(again)
     there.bring(again)
-
-
-@pytest.mark.nightly
-def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
-    """Its death is misses and an open breaker; when it is back, the breaker closes by itself."""
-    keys, own = keys_of("master", 4), keys_of("memory-m", 4)
-    here.keep(keys)
-    there.engine.store(own)
-    wait_hit(there.engine, own)
-    cluster.kill_master()
-    there.ask_until_open()
-    there.misses(keys)
-    assert there.engine.scheduler.find_tier(keys[0]) == NO_TIER
-    assert there.engine.load(own) == (4, 0)
-    cluster.start_master()
-    cluster.wait_segments(1)
-    there.wait_closed()
-    here.wait_closed()
-    again = keys_of("master-again", 4)
-    here.keep(again)
-    there.bring(again)
-
-
-@pytest.mark.nightly
-def test_a_partition(cluster: Cluster, here: Place, there: Place) -> None:
-    """A node that is cut off goes on with its memory, and finds what was stored when it is back."""
-    keys, own = keys_of("cut", 4), keys_of("memory-p", 4)
-    here.keep(keys)
-    there.engine.store(own)
-    wait_hit(there.engine, own)
-    cluster.cut(there.node)
-    there.ask_until_open()
-    there.misses(keys)
-    assert there.engine.load(own) == (4, 0)
-    cluster.mend(there.node)
-    there.wait_closed()
-    there.bring(keys)
 
 
 def test_the_node_that_stored_is_lost(here: Place, there: Place) -> None:

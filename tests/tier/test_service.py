@@ -1,4 +1,4 @@
-"""The service of a tier's process, between the double in memory and a broker made by hand."""
+"""The service of a tier's process, between a double in memory and a broker made by hand."""
 
 import logging
 import os
@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.errors import TierError
 from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
-from kvd.tier.batches import seal, space_id, unseal
+from kvd.tier.batches import HEAD_BYTES, Damaged, SealedHead, checksum_of, seal, space_id, unseal
 from kvd.tier.contract import BackendOptions, Chunk, Space
-from kvd.wire.tiering import (
-    BatchResult,
-    NamespaceOpened,
-    StopTier,
-)
+from kvd.wire.tiering import BatchResult, NamespaceOpened, StopTier
 from kvd_proto.directory import SlotState
 from tests.daemon.hidden import assert_hidden
 from tests.tier.areas import POISON
@@ -25,37 +23,19 @@ from tests.tier.broker import SHARES, FakeBroker
 from tests.tier.doubles.memory_tier import MemoryTier
 from tests.waiting import PATIENCE, eventually
 
-OK, ABSENT, GONE = Outcome.OK, Outcome.ABSENT, Outcome.GONE
+OK, ABSENT, GONE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.GONE, Outcome.FAILED
 POISONED = bytes((POISON,)) * sum(SHARES)
-
-
-def memory(**values: str) -> MemoryTier:
-    """A double with these options."""
-    return MemoryTier.open(BackendOptions("", values), memoryview(b""))
-
-
-@pytest.fixture
-def tier() -> MemoryTier:
-    """A double that does nothing but keep."""
-    return memory()
-
-
-@pytest.fixture
-def broker(tier: MemoryTier) -> Iterator[FakeBroker]:
-    """A service around the double; its first namespace is open with a salt."""
-    with FakeBroker(tier) as made:
-        made.spaces[0].open()
-        assert made.held() == {}
-        yield made
+OPTIONS = BackendOptions("", {})
 
 
 class Hooked(MemoryTier):
-    """A double that calls the test before it does something."""
+    """A double that calls the test before or after it does something."""
 
     before_put: Callable[[], object] | None = None
     after_put: Callable[[], object] | None = None
     before_get: Callable[[], object] | None = None
     after_get: Callable[[Sequence[Chunk]], object] | None = None
+    is_closed = False
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """See TierBackend."""
@@ -75,9 +55,46 @@ class Hooked(MemoryTier):
             self.after_get(chunks)
         return outcomes
 
+    def close(self) -> None:
+        """See TierBackend."""
+        self.is_closed = True
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Hooked:
+    """A double that hangs while the test's folder has a file named hang."""
+    return Hooked(BackendOptions("", {"hang": str(tmp_path / "hang")}))
+
+
+@pytest.fixture
+def broker(tier: Hooked) -> Iterator[FakeBroker]:
+    """A service around the double; its first namespace is open with a salt."""
+    with FakeBroker(tier) as made:
+        made.spaces[0].open()
+        assert made.scan() == {}
+        yield made
+
+
+class Holding:
+    """Threads wait inside a call of the backend until they are let go."""
+
+    def __init__(self) -> None:
+        self._inside, self._released = threading.Semaphore(0), threading.Event()
+        self.release = self._released.set
+
+    def __call__(self) -> None:
+        """Wait, as a call of the backend."""
+        self._inside.release()
+        self._released.wait(PATIENCE)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many threads are inside."""
+        for _ in range(count):
+            assert self._inside.acquire(timeout=PATIENCE)
+
 
 @pytest.mark.parametrize("state", [SlotState.FREE, SlotState.WRITING, SlotState.DRAINING])
-def test_a_put_looks_first(broker: FakeBroker, tier: MemoryTier, state: SlotState) -> None:
+def test_a_put_looks_first(broker: FakeBroker, tier: Hooked, state: SlotState) -> None:
     """A slot that is not READY with this key and generation is not put: GONE."""
     space = broker.spaces[0]
     generation = space.store(0, b"k")
@@ -94,7 +111,7 @@ def test_a_put_looks_first(broker: FakeBroker, tier: MemoryTier, state: SlotStat
 def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
     """A slot that is not WRITING with this key and generation is not written: GONE."""
     space = broker.spaces[0]
-    assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+    assert broker.outcomes(space.put(1, space.store_all([b"k"]))) == [OK]
     generation = space.expect(1, b"k")
     space.set(1, state, b"k", generation)
     other = (b"k", 2, space.expect(2, b"another"))
@@ -103,178 +120,193 @@ def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
     assert [space.read(slot) for slot in (1, 2, 3)] == [POISONED] * 3
 
 
-def test_slots_are_looked_at_afterwards() -> None:
+def test_slots_are_looked_at_afterwards(broker: FakeBroker, tier: Hooked) -> None:
     """A slot that moves on while its chunk is put or got: GONE, and nothing is kept."""
-    tier = Hooked(BackendOptions("", {}))
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        row = (b"k", 0, space.store(0, b"k"))
-        tier.after_put = lambda: space.store(0, b"new")
-        assert broker.outcomes(space.put(1, [row])) == [GONE]
-        assert tier.capacity().chunks == 0
-        tier.after_put = None
-        assert broker.outcomes(space.put(2, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-        generation = space.expect(1, b"k")
-        tier.before_get = lambda: space.set(1, SlotState.DRAINING, b"k", generation)
-        assert broker.outcomes(space.get(3, [(b"k", 1, generation)])) == [GONE]
+    space = broker.spaces[0]
+    tier.after_put = lambda: space.store(0, b"new")
+    assert broker.outcomes(space.put(1, space.store_all([b"k"]))) == [GONE]
+    assert tier.capacity().chunks == 0
+    tier.after_put = None
+    assert broker.outcomes(space.put(2, space.store_all([b"k"]))) == [OK]
+    (row,) = space.expect_all([b"k"])
+    tier.before_get = lambda: space.set(row[1], SlotState.DRAINING, b"k", row[2])
+    assert broker.outcomes(space.get(3, [row])) == [GONE]
 
 
-def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+def turn_bit(chunks: Sequence[Chunk]) -> None:
+    """One bit of the first chunk is wrong."""
+    chunks[0].shares[1][999] ^= 0x80
+
+
+def cut_heads(chunks: Sequence[Chunk]) -> None:
+    """Neither head is one."""
+    chunks[0].head, chunks[1].head = b"", b"\0" * 100
+
+
+def swap_heads(chunks: Sequence[Chunk]) -> None:
+    """Each chunk has the other one's head."""
+    chunks[0].head, chunks[1].head = chunks[1].head, chunks[0].head
+
+
+@pytest.mark.parametrize(
+    ("harm", "outcomes", "error", "logged"),
+    [
+        (turn_bit, [Outcome.CORRUPT, OK], "slot 8: ", "a damaged record is dropped, slot"),
+        (cut_heads, [Outcome.CORRUPT] * 2, "slot 9: ", "a damaged record is dropped, slot"),
+        (swap_heads, [ABSENT] * 2, "", "the record is of another chunk"),
+    ],
+)
+def test_every_wrong_record_is_found_out(
+    broker: FakeBroker,
+    tier: Hooked,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Sequence[Chunk]], None],
+    outcomes: list[Outcome],
+    error: str,
+    logged: str,
+) -> None:
     """Wrong bytes and a wrong head are CORRUPT, another chunk's head ABSENT; all are dropped.
 
     Neither the log nor the answer has any part of a key.
     """
-    tier = Hooked(BackendOptions("", {}))
-    heads = [b"", b"\0" * 100]
-    keys = b"SECRET-a", b"SECRET-b"
-
-    def turn_bit(chunks: Sequence[Chunk]) -> None:
-        chunks[0].shares[1][999] ^= 0x80
-
-    def swap_heads(chunks: Sequence[Chunk]) -> None:
-        chunks[0].head, chunks[1].head = chunks[1].head, chunks[0].head
-
-    def cut_head(chunks: Sequence[Chunk]) -> None:
-        chunks[0].head, chunks[1].head = heads
-
-    with FakeBroker(tier) as broker, caplog.at_level(logging.WARNING):
-        space = broker.spaces[0]
-        space.open()
-        for number, (break_it, wrong) in enumerate([(turn_bit, 1), (cut_head, 2)]):
-            rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
-            assert broker.outcomes(space.put(number, rows)) == [OK, OK]
-            tier.after_get = break_it
-            up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
-            done = broker.done(space.get(number, up))
-            assert done.outcomes.tolist() == [Outcome.CORRUPT] * wrong + [OK] * (2 - wrong)
-            assert done.error.startswith(f"slot {7 + wrong}: ")
-            assert_hidden([done.error], b"SECR")
-            assert tier.capacity().chunks == 2 - wrong
-            tier.after_get = None
-        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
-        assert broker.outcomes(space.put(8, rows)) == [OK, OK]
-        tier.after_get = swap_heads
-        up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
-        assert broker.outcomes(space.get(9, up)) == [ABSENT, ABSENT]
-        assert tier.capacity().chunks == 0
-        assert caplog.text.count("a damaged record is dropped, slot") == 3
-        assert "the record is of another chunk" in caplog.text
-        assert_hidden([caplog.text], b"SECR")
+    space, keys = broker.spaces[0], [b"SECRET-a", b"SECRET-b"]
+    assert broker.outcomes(space.put(1, space.store_all(keys))) == [OK, OK]
+    tier.after_get = harm
+    with caplog.at_level(logging.WARNING):
+        done = broker.done(space.get(2, space.expect_all(keys)))
+    assert done.outcomes.tolist() == outcomes
+    assert done.error[:8] == error
+    assert tier.capacity().chunks == outcomes.count(OK)
+    assert caplog.text.count(logged) == (outcomes.count(Outcome.CORRUPT) or 1)
+    assert_hidden([done.error, caplog.text], b"SECR")
 
 
-def test_a_fault_of_a_backend_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_a_backend_shows_no_key(
+    broker: FakeBroker, tier: Hooked, caplog: pytest.LogCaptureFixture
+) -> None:
     """An exception that holds a key fails the batch; log and answer name it without the key."""
-    tier = Hooked(BackendOptions("", {}))
+    space = broker.spaces[0]
 
     def fault() -> None:
         raise KeyError(b"SECRET")
 
     tier.before_get = fault
-    with FakeBroker(tier) as broker, caplog.at_level(logging.WARNING):
-        space = broker.spaces[0]
-        space.open()
-        done = broker.done(space.get(1, [(b"SECRET", 8, space.expect(8, b"SECRET"))]))
-    assert done.outcomes.tolist() == [Outcome.FAILED]
+    with caplog.at_level(logging.WARNING):
+        done = broker.done(space.get(1, space.expect_all([b"SECRET"])))
+    assert done.outcomes.tolist() == [FAILED]
     assert done.error == "KeyError(b'…')"
-    record = caplog.records[0]
-    logged = LineFormatter("plain", "tier", {}).format(record)
+    logged = LineFormatter("plain", "tier", {}).format(caplog.records[0])
     assert "a bug in the tier failed a GET" in logged
     assert "KeyError: b'…'" in logged
     assert_hidden([done.error, logged], b"SECR")
 
 
-def test_puts_leave_a_thread_for_gets() -> None:
+@pytest.mark.parametrize("error", [TierError("no disk"), ValueError("a bug"), OSError(5, "EIO")])
+def test_a_backend_that_raises(
+    broker: FakeBroker, tier: Hooked, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a backend raises, the batch FAILED, the log says why, and the next one works."""
+    space = broker.spaces[0]
+
+    def fail() -> None:
+        raise error
+
+    rows = space.store_all([b"k"])
+    tier.before_put = fail
+    done = broker.done(space.put(1, rows))
+    assert done.outcomes.tolist() == [FAILED]
+    assert str(error.args[-1]) in done.error
+    assert str(error.args[-1]) in caplog.text
+    tier.before_put = None
+    assert broker.outcomes(space.put(2, rows)) == [OK]
+
+
+def test_puts_leave_a_thread_for_gets(broker: FakeBroker, tier: Hooked) -> None:
     """While puts hang in all threads that they may have, gets are served."""
-    tier = Hooked(BackendOptions("", {}))
-    inside, go_on = threading.Semaphore(0), threading.Event()
-
-    def hold() -> None:
-        inside.release()
-        go_on.wait(PATIENCE)
-
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        assert broker.outcomes(space.put(0, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-        tier.before_put = hold
-        for number in range(1, 8):
-            key = bytes((4, number))
-            broker.send(space.put(number, [(key, number, space.store(number, key))]))
-        for _ in range(tier.threads - 1):  # a thread that gives way begins later than a get's
-            assert inside.acquire(timeout=PATIENCE)
-        done = broker.done(space.get(9, [(b"k", 10, space.expect(10, b"k"))]))
-        assert (done.number, done.outcomes.tolist()) == (9, [OK])
-        pong = broker.pong()
-        assert pong.busy == tier.threads - 1
-        assert pong.queued_bytes == (7 - pong.busy) * sum(SHARES)
-        go_on.set()
-        assert [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
-        assert broker.pong().progress == 9
+    space, hold = broker.spaces[0], Holding()
+    assert broker.outcomes(space.put(0, space.store_all([b"k"]))) == [OK]
+    tier.before_put = hold
+    for number, row in enumerate(space.store_all([b"put-%d" % n for n in range(7)], 1), 1):
+        broker.send(space.put(number, [row]))
+    hold.wait_for(tier.threads - 1)  # a thread that gives way begins later than a get's
+    done = broker.done(space.get(9, space.expect_all([b"k"])))
+    assert (done.number, done.outcomes.tolist()) == (9, [OK])
+    pong = broker.pong()
+    assert pong.busy == tier.threads - 1
+    assert pong.queued_bytes == (7 - pong.busy) * sum(SHARES)
+    hold.release()
+    assert [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
+    assert broker.pong().progress == 9
 
 
-def test_puts_give_way() -> None:
+def test_puts_give_way(broker: FakeBroker, tier: Hooked) -> None:
     """The thread that carries a put has a tenth of others' share, that of a get has all of it."""
-    tier, nice = Hooked(BackendOptions("", {})), dict[str, int]()
+    nice = dict[str, int]()
 
     def note(kind: str) -> None:
         nice[kind] = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread
 
     tier.before_put = lambda: note("put")
     tier.before_get = lambda: note("get")
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-        assert broker.outcomes(space.get(2, [(b"k", 1, space.expect(1, b"k"))])) == [OK]
+    space = broker.spaces[0]
+    assert broker.outcomes(space.put(1, space.store_all([b"k"]))) == [OK]
+    assert broker.outcomes(space.get(2, space.expect_all([b"k"]))) == [OK]
     note("here")
     assert nice == {"put": min(19, nice["here"] + 10), "get": nice["here"], "here": nice["here"]}
 
 
-def test_while_everything_hangs(tmp_path: Path) -> None:
+def test_while_everything_hangs(broker: FakeBroker, tier: Hooked, tmp_path: Path) -> None:
     """Pings are answered, and what waits for threads ends at its deadline: LATE."""
-    hang = tmp_path / "hang"
-    tier = memory(hang=str(hang))
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        hang.touch()
-        held = [(bytes((6, i)), i, space.expect(i, bytes((6, i)))) for i in range(tier.threads)]
-        for number, row in enumerate(held):
-            broker.send(space.get(number, [row]))
-        eventually(lambda: broker.pong().busy, lambda busy: busy == tier.threads)
-        late = broker.done(space.get(50, [(b"k", 10, space.expect(10, b"k"))], deadline_ms=1))
-        assert (late.number, late.outcomes.tolist()) == (50, [Outcome.LATE])
-        given_up = space.expect(11, b"m")
-        broker.send(space.get(51, [(b"m", 11, given_up)]))
-        space.set(11, SlotState.DRAINING, b"m", given_up)
-        done = broker.wait_for(BatchResult)
-        assert (done.number, done.outcomes.tolist()) == (51, [GONE])
-        assert broker.pong().progress == 2
-        hang.unlink()
-        ends = {broker.wait_for(BatchResult).number for _ in held}
-        assert ends == set(range(tier.threads))
+    space, hang = broker.spaces[0], tmp_path / "hang"
+    hang.touch()
+    for number, row in enumerate(space.expect_all([b"%d" % n for n in range(tier.threads)], 0)):
+        broker.send(space.get(number, [row]))
+    eventually(lambda: broker.pong().busy, lambda busy: busy == tier.threads)
+    late = broker.done(space.get(50, space.expect_all([b"k"], 10), deadline_ms=1))
+    assert (late.number, late.outcomes.tolist()) == (50, [Outcome.LATE])
+    (row,) = space.expect_all([b"m"], 11)
+    broker.send(space.get(51, [row]))
+    space.set(11, SlotState.DRAINING, b"m", row[2])
+    done = broker.wait_for(BatchResult)
+    assert (done.number, done.outcomes.tolist()) == (51, [GONE])
+    assert broker.pong().progress == 2
+    hang.unlink()
+    ends = {broker.wait_for(BatchResult).number for _ in range(tier.threads)}
+    assert ends == set(range(tier.threads))
 
 
-@pytest.mark.parametrize("error", [TierError("no disk"), ValueError("a bug"), OSError(5, "EIO")])
-def test_a_backend_that_raises(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a backend raises, the batch FAILED, the log says why, and the next one works."""
-    tier = Hooked(BackendOptions("", {}))
+def test_stopping(broker: FakeBroker, tier: Hooked) -> None:
+    """It finishes what a thread is in, begins nothing more, answers for all, and closes."""
+    space, hold = broker.spaces[0], Holding()
+    tier.before_put = hold
+    for number, row in enumerate(space.store_all([b"put-%d" % n for n in range(6)])):
+        broker.send(space.put(number, [row]))
+    num_begun = tier.threads - 1
+    hold.wait_for(num_begun)
+    broker.send(StopTier())
+    for _ in range(6 - num_begun):
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [Outcome.LATE]
+    hold.release()
+    broker.join()
+    for _ in range(num_begun):
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [OK]
+    assert tier.is_closed
 
-    def fail() -> None:
-        raise error
 
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        row = (b"k", 0, space.store(0, b"k"))
-        tier.before_put = fail
-        done = broker.done(space.put(1, [row]))
-        assert done.outcomes.tolist() == [Outcome.FAILED]
-        assert str(error.args[-1]) in done.error
-        assert str(error.args[-1]) in caplog.text
-        tier.before_put = None
-        assert broker.outcomes(space.put(2, [row])) == [OK]
+def test_long_descriptions_are_bounded(broker: FakeBroker, tier: Hooked) -> None:
+    """Descriptions beyond what an answer holds are left out; the chunks are there."""
+
+    def enlarge(chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            head = unseal(chunk.head, chunk.space, chunk.key)
+            chunk.head = seal(chunk.space, chunk.key, head.coverage, head.checksum, bytes(400_000))
+
+    tier.after_get = enlarge
+    space, keys = broker.spaces[0], [b"long-%d" % n for n in range(6)]
+    assert broker.outcomes(space.put(1, space.store_all(keys))) == [OK] * 6
+    done = broker.done(space.get(2, space.expect_all(keys)))
+    assert done.outcomes.tolist() == [OK] * 6
+    assert [len(one) for one in done.descriptions] == [400_000] * 2 + [0] * 4
 
 
 def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None:
@@ -288,19 +320,19 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
                 raise TierError("no room for a salt")
             return super().note_salt(namespace, salt, reset=reset)
 
-    tier = Refusing(BackendOptions("", {}))
+    tier = Refusing(OPTIONS)
     with FakeBroker(tier) as broker:
         bad, good = broker.spaces
         broker.send(bad.order(), (bad.fd,))
-        done = broker.done(bad.put(1, [(b"k", 0, bad.store(0, b"k"))]))
-        assert done.outcomes.tolist() == [Outcome.FAILED]
+        done = broker.done(bad.put(1, bad.store_all([b"k"])))
+        assert done.outcomes.tolist() == [FAILED]
         assert "no room for a salt" in done.error
         assert broker.pong().error == "no room for a salt"
         good.open()
-        assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
+        assert broker.outcomes(good.put(2, good.store_all([b"k"]))) == [OK]
         tier.fails = False
         assert broker.wait_for(NamespaceOpened).namespace == bad.name
-        assert broker.outcomes(bad.put(3, [(b"k", 0, bad.store(0, b"k"))])) == [OK]
+        assert broker.outcomes(bad.put(3, bad.store_all([b"k"]))) == [OK]
         assert broker.pong().error == ""
     assert caplog.text.count("cannot be opened") == 1
 
@@ -308,7 +340,8 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize("asked", [b"", b"chosen.."])
 def test_the_salts_of_a_backend(asked: bytes) -> None:
     """It notes the broker's salt, or one that is drawn; what it had under another is dropped."""
-    told: list[tuple[str, bytes]] = []
+    calls: list[tuple[str, bytes]] = []
+    noted: dict[bytes, bytes] = {}
 
     class Noting(MemoryTier):
         def salt(self, namespace: bytes) -> bytes:
@@ -316,87 +349,78 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
 
         def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
             del reset
-            before = noted.get(namespace, b"")
-            noted[namespace] = salt
+            before, noted[namespace] = self.salt(namespace), salt
             return before
 
         def drop_space(self, space: Space) -> None:
-            told.append(("drop", space.id))
+            calls.append(("drop", space.id))
 
         def open_space(self, space: Space) -> None:
-            told.append(("begin", space.id))
+            calls.append(("open", space.id))
 
-    noted: dict[bytes, bytes] = {}
-    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
-        space = broker.spaces[0]
-        first = space.open(asked)
-        assert len(first) == 8
-        assert asked in {b"", first}
-        assert noted == {space.name: first}
-        broker.held()
-    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
-        assert space.name == broker.spaces[0].name
-        assert broker.spaces[0].open(b"") == first
-        broker.held()
+    with FakeBroker(Noting(OPTIONS)) as broker:
+        name = broker.spaces[0].name
+        salt = broker.spaces[0].open(asked)
+        assert len(salt) == 8
+        assert asked in {b"", salt}
+        assert noted == {name: salt}
+        broker.scan()
+    with FakeBroker(Noting(OPTIONS)) as broker:
+        assert broker.spaces[0].open(b"") == salt
+        broker.scan()
         assert broker.spaces[0].open(b"another.") == b"another."
-    names = [space_id(space.name, salt) for salt in (first, b"another.")]
-    assert told == [
-        *(("begin", names[0]), ("begin", names[0])),
-        *(("drop", names[0]), ("begin", names[1])),
-    ]
+    old, new = space_id(name, salt), space_id(name, b"another.")
+    assert calls == [("open", old), ("open", old), ("drop", old), ("open", new)]
 
 
-def test_long_descriptions_are_bounded() -> None:
-    """Descriptions beyond what an answer holds are left out; the chunks are there."""
-    tier = Hooked(BackendOptions("", {}))
-
-    def enlarge(chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            said = unseal(chunk.head, chunk.space, chunk.key)
-            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.checksum, bytes(400_000))
-
-    tier.after_get = enlarge
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        keys = [bytes((7, i)) for i in range(6)]
-        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
-        assert broker.outcomes(space.put(1, rows)) == [OK] * 6
-        up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
-        done = broker.done(space.get(2, up))
-        assert done.outcomes.tolist() == [OK] * 6
-        assert [len(one) for one in done.descriptions] == [400_000] * 2 + [0] * 4
+HALF = st.integers(0, 2**16 - 1)
+SPACES = st.builds(
+    Space,
+    st.binary(min_size=16, max_size=16),
+    st.lists(st.integers(1, 2**40), min_size=1, max_size=8).map(tuple),
+    st.just(4096),
+)
+KEYS = st.binary(min_size=1, max_size=48)
+SEALED = st.builds(
+    SealedHead, st.tuples(HALF, HALF, HALF), st.integers(0, 2**64 - 1), st.binary(max_size=300)
+)
 
 
-def test_stopping() -> None:
-    """It finishes what a thread is in, begins nothing more, answers for all, and closes."""
-    closed = threading.Event()
+@given(SPACES, KEYS, SEALED, SPACES, KEYS)
+def test_a_head_is_good_for_one_chunk_only(
+    space: Space, key: bytes, head: SealedHead, other: Space, other_key: bytes
+) -> None:
+    """It says what was sealed, in the bytes that a space counts; for another chunk it is damaged.
 
-    class Closing(Hooked):
-        def close(self) -> None:
-            closed.set()
+    The other chunk has another key, space or size.
+    """
+    sealed = seal(space, key, head.coverage, head.checksum, head.description)
+    assert len(sealed) == HEAD_BYTES + len(head.description)
+    assert unseal(sealed, space, key) == head
+    for place, name in (
+        (space, other_key),
+        (Space(other.id, space.share_bytes, 4096), key),
+        (Space(space.id, other.share_bytes, 4096), key),
+    ):
+        if (place.id, place.chunk_bytes, name) != (space.id, space.chunk_bytes, key):
+            with pytest.raises(Damaged):
+                unseal(sealed, place, name)
 
-    tier = Closing(BackendOptions("", {}))
-    inside, go_on = threading.Semaphore(0), threading.Event()
 
-    def hold() -> None:
-        inside.release()
-        go_on.wait(PATIENCE)
-
-    tier.before_put = hold
-    with FakeBroker(tier) as broker:
-        space = broker.spaces[0]
-        space.open()
-        for number in range(6):
-            key = bytes((8, number))
-            broker.send(space.put(number, [(key, number, space.store(number, key))]))
-        for _ in range(tier.threads - 1):
-            assert inside.acquire(timeout=PATIENCE)
-        broker.send(StopTier())
-        late = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
-        assert late == [[Outcome.LATE]] * len(late)
-        go_on.set()
-        broker.join()
-        ends = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(tier.threads - 1)]
-        assert ends == [[OK]] * len(ends)
-        assert closed.is_set()
+def test_every_single_bit_of_a_record_counts() -> None:
+    """A head with any one bit turned is damaged, and shares have another check word."""
+    space = Space(b"n" * 16, (4096, 100), HEAD_BYTES + 40)
+    head = bytearray(seal(space, b"key", (1, 2, 3), 99, b"description"))
+    for bit in range(8 * len(head)):
+        head[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            unseal(bytes(head), space, b"key")
+        head[bit // 8] ^= 1 << bit % 8
+    whole = bytearray(range(256)) * 2
+    shares = memoryview(whole)[:300], memoryview(whole)[300:]
+    checksum = checksum_of(shares)
+    for bit in range(8 * len(whole)):
+        whole[bit // 8] ^= 1 << bit % 8
+        assert checksum_of(shares) != checksum
+        whole[bit // 8] ^= 1 << bit % 8
+    assert checksum_of(shares) == checksum

@@ -16,25 +16,19 @@ from kvd.wire.tiering import (
     BatchResult,
     CloseNamespace,
     Drop,
+    Get,
     Lookup,
     NamespaceOpened,
     NewSalt,
+    Put,
     RemovedChunks,
     ScanResult,
     StopTier,
 )
 from kvd_proto.directory import SlotState
 from tests.exploring import explored
-from tests.tier.broker import (
-    SALT,
-    SHARES,
-    SLOTS,
-    FakeBroker,
-    Namespace,
-    content,
-    coverage,
-    described,
-)
+from tests.tier.areas import content, coverage_of
+from tests.tier.broker import SALT, SHARES, SLOTS, FakeBroker, Namespace, described
 from tests.tier.doubles.memory_tier import MemoryTier
 from tests.waiting import eventually
 
@@ -51,8 +45,8 @@ ROOM = 10 * (sum(SHARES) + 200)  # chunks
 class Service(RuleBasedStateMachine):
     """A broker with two namespaces, and what it may rely on.
 
-    The double in memory drops the oldest chunk where it has no room, loses, breaks and fails as
-    the example says.
+    The double in memory drops the oldest chunk where it has no room, and turns bits and fails as
+    often as the class says.
     """
 
     corrupt = "0"
@@ -75,11 +69,22 @@ class Service(RuleBasedStateMachine):
         self.doubted: set[bytes] = set()  # whose Drop may not be carried out yet
         for space in self.broker.spaces:
             space.open()
-            assert self.broker.held() == {}
+            assert self.broker.scan() == {}
 
     def space(self, where: int) -> Namespace:
         """One of the namespaces."""
         return self.broker.spaces[where]
+
+    def next_number(self) -> int:
+        """Of an order."""
+        self.number += 1
+        return self.number
+
+    def done(self, order: Put | Get) -> BatchResult:
+        """The result of an order."""
+        done = self.broker.done(order)
+        assert done.number == order.number
+        return done
 
     def wait_for_tidiness(self) -> None:
         """Until all that the backend dropped was told, and nothing is left to do."""
@@ -89,33 +94,22 @@ class Service(RuleBasedStateMachine):
             where = [space.name for space in self.broker.spaces].index(message.namespace)
             self.held[where] -= set(message.keys)
 
-    @rule(where=WHERE, rows=BATCH)
-    def put(self, where: int, rows: list[tuple[bytes, int]]) -> None:
-        """Chunks are stored in slots and go down; each is OK, refused, or failed with a reason."""
-        space = self.space(where)
-        columns = [(key, slot, space.store(slot, key)) for key, slot in rows]
-        self.number += 1
-        done = self.broker.done(space.put(self.number, columns))
-        assert done.number == self.number
-        for (key, _), code in zip(rows, done.outcomes.tolist(), strict=True):
-            assert code in (OK, FAILED) or (code == GONE and self.doubted)
-            assert code != FAILED or (done.error and self.fail != "0")
-            if code == OK:
-                self.held[where].add(key)
+    @rule(where=WHERE, rows=BATCH, reused=st.just(set()) | st.sets(SLOT))
+    def put(self, where: int, rows: list[tuple[bytes, int]], reused: set[int]) -> None:
+        """Chunks go down; each is OK, refused, or failed with a reason.
 
-    @rule(where=WHERE, rows=BATCH, used=st.sets(SLOT))
-    def put_what_moves_on(self, where: int, rows: list[tuple[bytes, int]], used: set[int]) -> None:
-        """Slots that hold another chunk by the time of the order are GONE."""
+        Slots that hold another chunk by the time of the order are GONE.
+        """
         space = self.space(where)
         columns = [(key, slot, space.store(slot, key)) for key, slot in rows]
-        for slot in used:
+        for slot in reused:
             space.store(slot, b"another", salt=1)
-        self.number += 1
-        done = self.broker.done(space.put(self.number, columns))
+        done = self.done(space.put(self.next_number(), columns))
         for (key, slot), code in zip(rows, done.outcomes.tolist(), strict=True):
-            if slot in used:
-                assert code in (GONE, FAILED)
-            elif code == OK:
+            assert code != FAILED or (done.error and self.fail != "0")
+            assert code in ({GONE, FAILED} if slot in reused else {OK, GONE, FAILED})
+            assert code != GONE or slot in reused or self.doubted
+            if code == OK:
                 self.held[where].add(key)
 
     @rule(where=WHERE, rows=BATCH)
@@ -123,24 +117,22 @@ class Service(RuleBasedStateMachine):
         """Chunks come up whole, with coverage and description, or not at all."""
         space = self.space(where)
         columns = [(key, slot, space.expect(slot, key)) for key, slot in rows]
-        self.number += 1
-        done = self.broker.done(space.get(self.number, columns))
-        assert done.number == self.number
-        parts = done.first.tolist(), done.count.tolist(), done.groups.tolist()
-        found = zip(rows, done.outcomes.tolist(), zip(*parts, strict=True), strict=True)
-        damaged = [r for r, c in zip(rows, done.outcomes.tolist(), strict=True) if c == CORRUPT]
-        self.held[where] -= {key for key, _ in damaged}  # dropped, also before its other rows
+        done = self.done(space.get(self.next_number(), columns))
+        codes = done.outcomes.tolist()
+        # A damaged chunk is dropped, also before its other rows.
+        self.held[where] -= {
+            key for (key, _), code in zip(rows, codes, strict=True) if code == CORRUPT
+        }
         allowed = {OK, ABSENT}
         if self.corrupt != "0":
-            allowed.add(CORRUPT)
-        if self.fail != "0":
-            allowed.add(FAILED)
-        for at, ((key, slot), code, covered) in enumerate(found):
+            allowed |= {CORRUPT, FAILED}
+        covered = zip(done.first.tolist(), done.count.tolist(), done.groups.tolist(), strict=True)
+        found = zip(rows, codes, covered, done.descriptions, strict=True)
+        for (key, slot), code, coverage, description in found:
             assert code in allowed
             if code == OK:
-                assert space.read(slot) == content(key)
-                assert covered == coverage(key)
-                assert done.descriptions[at] == described(key)
+                assert space.read(slot) == content(key, sum(SHARES)).tobytes()
+                assert (coverage, description) == (coverage_of(key), described(key))
             elif code == ABSENT:
                 self.wait_for_tidiness()
                 assert key not in self.held[where]
@@ -148,13 +140,8 @@ class Service(RuleBasedStateMachine):
     @rule(where=WHERE, keys=st.lists(KEY, min_size=1, max_size=4))
     def ask(self, where: int, keys: list[bytes]) -> None:
         """What is held is there."""
-        self.number += 1
-        order = Lookup(
-            number=self.number,
-            namespace=self.space(where).name,
-            keys=tuple(keys),
-            deadline_ms=60_000,
-        )
+        number, name = self.next_number(), self.space(where).name
+        order = Lookup(number=number, namespace=name, keys=tuple(keys), deadline_ms=60_000)
         outcomes = self.broker.outcomes(order)
         self.wait_for_tidiness()
         for key, outcome in zip(keys, outcomes, strict=True):
@@ -171,8 +158,7 @@ class Service(RuleBasedStateMachine):
     @rule(where=WHERE)
     def reset(self, where: int) -> None:
         """A namespace has another salt: nothing is held."""
-        self.number += 1
-        self.salts[where] = b"%08d" % self.number
+        self.salts[where] = b"%08d" % self.next_number()
         order = NewSalt(namespace=self.space(where).name, salt=self.salts[where])
         self.broker.send(order)
         self.held[where].clear()
@@ -184,16 +170,13 @@ class Service(RuleBasedStateMachine):
         self.broker.pong()
         self.broker.send(CloseNamespace(namespace=space.name))
         self.broker.pong()
-        resets = [
-            each for each in self.broker.others if isinstance(each, NamespaceOpened | ScanResult)
-        ]
-        for message in resets:
-            self.broker.others.remove(message)
+        of_resets = NamespaceOpened | ScanResult
+        self.broker.others = [m for m in self.broker.others if not isinstance(m, of_resets)]
         assert space.open(self.salts[where] if known else b"") == self.salts[where]
-        told = self.broker.held(space.name)
+        listed = self.broker.scan(space.name)
         self.wait_for_tidiness()
-        assert told.keys() >= self.held[where]
-        assert all(covered == coverage(key) for key, covered in told.items())
+        assert listed.keys() >= self.held[where]
+        assert listed == {key: coverage_of(key) for key in listed}
 
     @precondition(lambda self: not self.hang.exists())
     @rule(where=WHERE, rows=BATCH, again=BATCH)
@@ -204,12 +187,11 @@ class Service(RuleBasedStateMachine):
         space = self.space(where)
         self.hang.touch()
         orders = [
-            space.put(self.number + 1, [(k, s, space.store(s, k)) for k, s in rows]),
-            space.get(self.number + 2, [(k, s, space.expect(s, k)) for k, s in again]),
+            space.put(self.next_number(), [(k, s, space.store(s, k)) for k, s in rows]),
+            space.get(self.next_number(), [(k, s, space.expect(s, k)) for k, s in again]),
         ]
         for order in orders:
             self.broker.send(order)
-        self.number += 2
         self.reset(where)
         self.broker.pong()
         self.hang.unlink()
@@ -222,8 +204,7 @@ class Service(RuleBasedStateMachine):
         space = self.space(where)
         generation = space.expect(slot, key)
         before = space.read(slot)
-        self.number += 1
-        order = space.get(self.number, [(key, slot, generation)], deadline_ms=0)
+        order = space.get(self.next_number(), [(key, slot, generation)], deadline_ms=0)
         assert self.broker.outcomes(order) == [Outcome.LATE]
         assert space.read(slot) == before
         space.set(slot, SlotState.FREE)

@@ -1,4 +1,4 @@
-"""A test double: a tier in this process's memory that can be made slow, lossy, wrong or dead."""
+"""A test double: a tier in this process's memory that can be made slow, wrong or dead."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, T
 from kvd_proto.errors import SizeError
 from kvd_proto.text import parse_size
 
-_RATES = ("lose", "corrupt", "fail")
+_RATES = ("corrupt", "fail")
 _PAUSE = 0.002
 _PIECE = 1024  # chunks of a piece of a scan
 _Place: TypeAlias = tuple[bytes, bytes]  # id of the space, and key
@@ -35,9 +35,8 @@ class MemoryTier(TierBackend):
     """Keeps chunks in a dictionary, oldest out first; nothing outlives the process.
 
     ``memory:,size=64MiB`` and, of what can be done to it, ``delay=SECONDS`` before each batch,
-    ``lose=RATE`` of the puts that are answered with OK, ``corrupt=RATE`` of the gets, which have a
-    bit turned, ``fail=RATE`` of the batches, which raise, ``hang=FILE``: all that may block does
-    while that file exists, past any deadline.
+    ``corrupt=RATE`` of the gets, which have a bit turned, ``fail=RATE`` of the batches, which
+    raise, ``hang=FILE``: all that may block does while that file exists, past any deadline.
     """
 
     medium: ClassVar[str] = "memory"
@@ -45,7 +44,7 @@ class MemoryTier(TierBackend):
     def __init__(self, options: BackendOptions) -> None:
         self._size = _size(options)
         rates = {name: _number(options, name, most=1.0) for name in _RATES}
-        self._lose, self._corrupt, self._fail = (rates[name] for name in _RATES)
+        self._corrupt, self._fail = (rates[name] for name in _RATES)
         self._delay = _number(options, "delay", most=60.0)
         self._hang = Path(options.values["hang"]) if "hang" in options.values else None
         self._random = random.Random(0)  # what goes wrong is no secret
@@ -85,8 +84,6 @@ class MemoryTier(TierBackend):
         with self._lock:
             if chunk.space.id not in self._begun:
                 return Outcome.FAILED
-            if self._happens(self._lose):
-                return Outcome.OK
             place = chunk.space.id, chunk.key
             self._drop(place)
             while self._used + kept.nbytes > self._size:
@@ -185,9 +182,6 @@ class MemoryTier(TierBackend):
     def _drop(self, place: _Place) -> None:
         if (kept := self._kept.pop(place, None)) is not None:
             self._used -= kept.nbytes
-
-    def __repr__(self) -> str:
-        return f"<MemoryTier {len(self._kept)} chunks, {self._used} of {self._size} bytes>"
 
 
 def _number(options: BackendOptions, name: str, most: float) -> float:
