@@ -34,7 +34,7 @@ def check_integrity(tier: DiskTier) -> None:
         for key, place in held.items():
             at, slot = split(place)
             assert slots.slabs[at].owner(slot) == (space, key)
-    free = sorted(place for ring in slots._rings.values() for place in ring.free)
+    free = sorted(place for size_class in slots._size_classes.values() for place in size_class.free)
     assert free == [place for place, state in states if state == FREE]
     for slab in slots.slabs.values():
         readers = sum(n for place, n in slots._readers.items() if split(place)[0] == slab.number)
