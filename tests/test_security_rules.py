@@ -166,7 +166,7 @@ RULES = {
     ),
     "messages": (
         "test_a_message_above_the_limit_is_refused_before_its_bytes_come",
-        "test_a_message_of_parts_costs_its_sender_the_connection",
+        "test_what_is_no_message_ends_that_session_only",
     ),
     "descriptors of a message": (
         "test_descriptors_with_another_message_end_the_session",

