@@ -3,8 +3,9 @@
 Handles do not open at home.
 """
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,23 +108,36 @@ class Rank:
 
     def fill(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Write the keys' content into blocks, now."""
-        for key, inside, block in _places(keys, blocks):
-            for tensor in range(TENSORS):
-                self._put(tensor, block, self._content(key, tensor, inside))
+        for page, expected in self._pages(keys, blocks):
+            page.write(expected.tobytes())
+        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks, now."""
-        for block in blocks:
-            for tensor in range(TENSORS):
-                self._put(tensor, block, np.full(self._page(tensor), POISON, np.uint8))
+        for tensor, block in itertools.product(range(TENSORS), blocks):
+            page = self._page(tensor, block)
+            page.write(bytes([POISON]) * page.nbytes)
+        cudatensor.call("cuStreamSynchronize", 0)
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not the keys' content."""
         return sum(
-            int((self._get(tensor, block) != self._content(key, tensor, inside)).sum())
-            for key, inside, block in _places(keys, blocks)
-            for tensor in range(TENSORS)
+            int((np.frombuffer(page.read(), np.uint8) != expected).sum())
+            for page, expected in self._pages(keys, blocks)
         )
+
+    def _pages(
+        self, keys: Sequence[bytes], blocks: Sequence[int]
+    ) -> Iterator[tuple[cudatensor.DeviceBytes, npt.NDArray[np.uint8]]]:
+        """Every page of these blocks, and what it is to hold."""
+        factor = len(blocks) // len(keys)
+        for tensor, (at, block) in itertools.product(range(TENSORS), enumerate(blocks)):
+            page = self._page(tensor, block)
+            yield page, content(keys[at // factor], self._rank, tensor, at % factor, page.nbytes)
+
+    def _page(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
+        nbytes = self._layout.tensors[tensor].page_bytes
+        return cudatensor.DeviceBytes(self._storages[tensor] + block * nbytes, nbytes)
 
     def submit(
         self,
@@ -185,30 +199,6 @@ class Rank:
             DeviceMemory.at(address, size)
             for address, size in zip(self._storages, self._layout.storages, strict=True)
         ]
-
-    def _page(self, tensor: int) -> int:
-        return self._layout.tensors[tensor].page_bytes
-
-    def _address(self, tensor: int, block: int) -> int:
-        return self._storages[tensor] + block * self._page(tensor)
-
-    def _content(self, key: bytes, tensor: int, inside: int) -> npt.NDArray[np.uint8]:
-        return content(key, self._rank, tensor, inside, self._page(tensor))
-
-    def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
-        self._bytes(tensor, block).write(data.tobytes())
-        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
-
-    def _get(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._bytes(tensor, block).read(), np.uint8)
-
-    def _bytes(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
-        return cudatensor.DeviceBytes(self._address(tensor, block), self._page(tensor))
-
-
-def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, int, int]]:
-    factor = len(blocks) // len(keys)
-    return [(keys[at // factor], at % factor, block) for at, block in enumerate(blocks)]
 
 
 @dataclass

@@ -60,7 +60,7 @@ def leave_unread(client: RawClient, slow: SlowFilesystem) -> None:
 def is_held(daemon: Daemon, slow: SlowFilesystem, times: int = 1) -> bool:
     """Whether so many threads of the daemon wait for the file system; never its main one."""
     pid = daemon.process.pid
-    assert pid not in {thread for thread, _ in slow.asked}
+    assert pid not in slow.asked
     return slow.waiting(pid) == times
 
 
