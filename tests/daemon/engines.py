@@ -113,9 +113,13 @@ class Engine:
         ]
         return array
 
+    def blocks_of(self, keys: Sequence[bytes], first_block: int) -> list[int]:
+        """Blocks for these keys."""
+        return list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
+
     def fill(self, keys: Sequence[bytes], first_block: int, group: int = 0) -> list[int]:
         """Compute: write the keys' content into blocks from `first_block` on; the block ids."""
-        blocks = list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
+        blocks = self.blocks_of(keys, first_block)
         for page, expected in self._pages(keys, blocks, group):
             page[:] = expected
         return blocks
@@ -193,13 +197,15 @@ class Engine:
     ) -> list[bytes]:
         """Fill, store by every rank, end the step, complete; the keys accepted.
 
-        Each rank `must` succeed. Where the pool has to evict for them, slots come by and by.
+        Each rank `must` succeed. Where the pool has to evict for them, slots come by and by. More
+        keys than there are blocks are stored one part after another.
         """
-        stored: list[bytes] = []
-        rest = list(keys)
+        accepted: list[bytes] = []
+        rest, room = list(keys), self._room(first_block)
         while rest:
-            described = None if describe is None else [describe(key) for key in rest]
-            ticket = self.scheduler.prepare_store(rest, descriptions=described)
+            batch, rest = rest[:room], rest[room:]
+            described = None if describe is None else [describe(key) for key in batch]
+            ticket = self.scheduler.prepare_store(batch, descriptions=described)
             if ticket.keys:
                 blocks = self.fill(ticket.keys, first_block, group)
                 jobs = self.submit(
@@ -209,13 +215,17 @@ class Engine:
                 results = self.results(jobs)
                 assert not must or all(result.success for result in results.values()), results
                 self.scheduler.complete_store(ticket)
-                stored += ticket.keys
-            rest = list(itertools.compress(rest, map(StoreAnswer.FULL.__eq__, ticket.answers)))
-            if rest and not must:
+                accepted += ticket.keys
+            refused = list(itertools.compress(batch, map(StoreAnswer.FULL.__eq__, ticket.answers)))
+            if refused and not must:
                 break
-            if rest:
+            if refused:
                 lend(self.scheduler, 1)
-        return stored
+            rest = refused + rest
+        return accepted
+
+    def _room(self, first_block: int) -> int:
+        return (self.layout.num_blocks - first_block) // self.layout.blocks_per_chunk
 
     def stored(self, name: str, count: int) -> list[bytes]:
         """Store so many chunks of `keys_of` and wait until they are READY; their keys."""
@@ -226,9 +236,13 @@ class Engine:
 
     def load(self, keys: Sequence[bytes], first_block: int = 33, group: int = 0) -> tuple[int, int]:
         """Poison, load by every rank; (chunks found, wrong bytes among the successful loads)."""
+        room = self._room(first_block)
+        if len(keys) > room:
+            first = self.load(keys[:room], first_block, group)
+            rest = self.load(keys[room:], first_block, group)
+            return first[0] + rest[0], first[1] + rest[1]
         ticket = self.scheduler.prepare_load(keys)
-        factor = self.layout.blocks_per_chunk
-        blocks = list(range(first_block, first_block + len(ticket.keys) * factor))
+        blocks = self.blocks_of(ticket.keys, first_block)
         self.poison(blocks)
         if not ticket.keys:
             return 0, 0

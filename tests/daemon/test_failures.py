@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,21 @@ import pytest
 from kvd.machine.memory import pool_directory_name
 from kvd.wire.tool import ToolConnection
 from kvd_client import JobBlocks, LookupResult, Store
+from kvd_proto.descriptions import encode
 from kvd_proto.messages import Check, Checked, Ping
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, lend, make_layout, wait_hit
+from tests.daemon.engines import (
+    Engine,
+    described,
+    keys_of,
+    lend,
+    make_layout,
+    read_descriptions,
+    wait_hit,
+)
 from tests.daemon.serving import run_kvd
 from tests.daemon.slots import wait_slots
+from tests.full import fill_up
 from tests.processes import children_running, frozen, has_ended
 from tests.raw_client import RawClient
 from tests.soak.restart_loop import run
@@ -156,35 +167,21 @@ def warm(start_daemon: StartDaemon) -> Daemon:
     return start_daemon(*KEEP)
 
 
-def hits(engine: Engine, keys: list[bytes]) -> int:
-    """How many of the keys are loaded; none may have wrong bytes."""
-    loads = [engine.load(keys[at : at + 10]) for at in range(0, len(keys), 10)]
-    assert not any(wrong for _, wrong in loads)
-    return sum(loaded for loaded, _ in loads)
-
-
-def stored(engine: Engine, keys: list[bytes], group: int = 0) -> None:
-    """Store the keys and wait until all are READY."""
-    for at in range(0, len(keys), 10):
-        engine.store(keys[at : at + 10], group=group)
-    wait_hit(engine, keys)
-
-
 def test_chunks_outlive_the_daemon(warm: Daemon, start_daemon: StartDaemon) -> None:
     """A new engine finds every chunk of the daemon that was stopped, and its partial ones."""
-    keys, window = keys_of("kept", 40), keys_of("window", 6)
+    window = keys_of("window", 6)
     with Engine(warm.runtime_dir).wait_attached() as engine:
-        stored(engine, keys)
-        stored(engine, window, group=1)
+        keys = engine.stored("kept", 40)
+        engine.store(window, group=1)
+        wait_hit(engine, window)
         warm.stop()
     second = start_daemon(*KEEP)
     assert second.status()["namespaces"][0]["chunks"]["ready"] == 46
     with Engine(second.runtime_dir, name="other").wait_attached() as engine:
-        assert hits(engine, keys) == 40
+        assert engine.load(keys) == (40, 0)
         assert engine.load(window, group=1) == (6, 0)
         assert not engine.scheduler.prepare_store(keys).keys
-        stored(engine, keys_of("new", 10))
-        assert hits(engine, keys + keys_of("new", 10)) == 50
+        assert engine.load(keys + engine.stored("new", 10)) == (50, 0)
 
 
 def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
@@ -195,8 +192,9 @@ def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
         layout = make_layout(blocks=blocks)
         with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
             sizes.append(daemon.status()["pool"]["cpu_bytes"])
-            assert hits(engine, keys) == chunks
-            stored(engine, keys)
+            assert engine.load(keys) == (chunks, 0)
+            engine.store(keys)
+            wait_hit(engine, keys)
             daemon.stop(signal.SIGKILL)
     assert sizes == [sizes[0], sizes[0], 4 * sizes[0]]
 
@@ -242,3 +240,66 @@ def test_lanes_of_a_dead_daemon_are_waited_for(warm: Daemon, start_daemon: Start
         assert not report["lanes"][0]["up"]
     second.wait_ready()
     eventually(lambda: has_ended(own))
+
+
+
+
+def store(engine: Engine, name: str, count: int) -> list[bytes]:
+    """Store chunks with their descriptions and wait until they are READY; their keys."""
+    keys = keys_of(name, count)
+    engine.store(keys, describe=lambda key: encode(described(key)))
+    wait_hit(engine, keys)
+    return keys
+
+
+@pytest.mark.parametrize("harm", [lambda at: os.truncate(at, 5000), Path.unlink])
+def test_a_file_that_is_harmed_under_a_daemon_costs_descriptions_only(
+    start_daemon: StartDaemon, harm: Callable[[Path], object]
+) -> None:
+    """Engines load and store on, and what is stored afterwards is described, to others too."""
+    daemon = start_daemon(*KEEP)
+    with (
+        Engine(daemon.runtime_dir, events=True).wait_attached() as engine,
+        Engine(daemon.runtime_dir, "other").wait_attached() as other,
+    ):
+        assert engine.scheduler.describes
+        assert not other.scheduler.describes
+        keys = store(engine, "before", 10)
+        area = Path("/dev/shm") / pool_directory_name(daemon.runtime_dir)
+        (file,) = area.glob("*.descriptions")
+        harm(file)
+        assert set(read_descriptions(engine.scheduler, keys)) <= {None, *map(described, keys)}
+        assert engine.load(keys) == (10, 0)
+        later = store(engine, "later", 10)
+        wait_hit(other, later)
+        for one in (engine, other):
+            assert read_descriptions(one.scheduler, later) == list(map(described, later))
+        daemon.stop(signal.SIGKILL)
+        daemon = start_daemon(*KEEP)
+        engine.wait_attached(daemon)
+        wait_hit(engine, keys + later)
+        descriptions = read_descriptions(engine.scheduler, keys + later)
+        assert set(descriptions) <= {None, *map(described, keys + later)}
+        more = store(engine, "more", 3)
+        assert read_descriptions(engine.scheduler, more) == list(map(described, more))
+
+
+def test_a_full_filesystem_costs_descriptions_and_no_store(
+    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """Chunks are READY without them, and the report says how many descriptions were lost."""
+    small_tmpfs(tmp_path, 72 * 2**20)
+    daemon = start_daemon(*KEEP, "--pool-dir", str(tmp_path))
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        hog = fill_up(tmp_path)
+        keys = store(engine, "full", 100)
+        counters = daemon.status()["namespaces"][0]["counters"]
+        lost = counters["descriptions_no_room"]
+        assert lost
+        assert counters["descriptions"] + lost == 100
+        assert counters["descriptions_too_long"] == 0
+        assert read_descriptions(engine.scheduler, keys).count(None) == lost
+        assert engine.load(keys[:10]) == (10, 0)
+        hog.unlink()
+        more = store(engine, "more", 10)
+        assert read_descriptions(engine.scheduler, more) == list(map(described, more))

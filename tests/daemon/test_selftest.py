@@ -14,7 +14,7 @@ from kvd_tools import selftest_engine
 from kvd_tools.selftest import STEPS, run_steps
 from kvd_tools.selftest_engine import SelftestEngine
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.engines import Engine
 from tests.processes import python
 from tests.waiting import DEADLINE, PATIENCE
 
@@ -40,10 +40,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def selftest(
     runtime_dir: Path, *arguments: str, patience: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
-    """`kvd selftest` as a command, to its end.
-
-    patience: for what it asked for; where that does not come, it takes so long.
-    """
+    """`kvd selftest` as a command, to its end; what it asked for may take so long."""
     program = (
         "from kvd_tools import selftest, selftest_engine;"
         f"selftest_engine.ANSWER_SECONDS = selftest.ANSWER_SECONDS = {PATIENCE};"
@@ -54,13 +51,10 @@ def selftest(
     return python("-c", program, "--runtime-dir", runtime_dir, *arguments, environment=environment)
 
 
-NAMES = list(STEPS)
-
-
 def test_a_sound_daemon_passes_and_is_left_as_it_was(shared_daemon: Daemon) -> None:
     """Every step proves something; afterwards nothing of it is there and no room is held."""
     steps = host_steps(shared_daemon)
-    assert [step["name"] for step in steps] == NAMES
+    assert [step["name"] for step in steps] == list(STEPS)
     assert all(step["ok"] and step["text"] for step in steps), steps
     report = shared_daemon.status()
     assert report["namespaces"] == []
@@ -68,18 +62,24 @@ def test_a_sound_daemon_passes_and_is_left_as_it_was(shared_daemon: Daemon) -> N
     assert report["engines"] == []
 
 
-Move = Callable[..., None]
+Move = Callable[[SelftestEngine, str, Any, Any], None]
 _move: Move = SelftestEngine._move
 _leave = SelftestEngine.leave
 
 
 def _nothing(*_: object) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
-def _without(missing: str) -> Move:
-    """Jobs of one kind are said to be done."""
-    return lambda engine, kind, *rest: None if kind == missing else _move(engine, kind, *rest)
+def _moves(kind: str, choose: Callable[[SelftestEngine, Any], Any]) -> Move:
+    """Jobs of one kind take the blocks that `choose` returns; without blocks they do nothing."""
+
+    def move(engine: SelftestEngine, given: str, ticket: Any, blocks: Any) -> None:
+        chosen = choose(engine, blocks) if given == kind else blocks
+        if chosen is not None:
+            _move(engine, given, ticket, chosen)
+
+    return move
 
 
 def _late(engine: SelftestEngine) -> None:
@@ -90,20 +90,13 @@ def _late(engine: SelftestEngine) -> None:
     vars(engine)["asked"] = True
 
 
-def _other_blocks(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
-    """Stores take other blocks."""
-    chosen = engine.destination[: len(blocks)] if kind == "store" else blocks
-    _move(engine, kind, ticket, chosen)
-
-
-def _same_blocks(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
-    """Loads go back to where the bytes came from."""
-    _move(engine, kind, ticket, engine.source[: len(blocks)] if kind == "load" else blocks)
-
-
-def _other_order(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
-    """Loads mix the chunks up."""
-    _move(engine, kind, ticket, blocks[::-1] if kind == "load" else blocks)
+MOVES = [
+    (_moves("store", lambda *_: None), "store"),
+    (_moves("load", lambda *_: None), "load"),
+    (_moves("load", lambda engine, blocks: engine.source[: len(blocks)]), "load"),
+    (_moves("store", lambda engine, blocks: engine.destination[: len(blocks)]), "compare"),
+    (_moves("load", lambda _, blocks: blocks[::-1]), "compare"),
+]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +106,7 @@ def _other_order(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) ->
         (SelftestEngine, "poison", _nothing, "poison"),
         (SelftestEngine, "differences", lambda *_: 7, "fill"),
         (SelftestEngine, "differences", lambda *_: 0, "compare"),
-        (SelftestEngine, "_move", _without("store"), "store"),
-        (SelftestEngine, "_move", _without("load"), "load"),
-        (SelftestEngine, "_move", _same_blocks, "load"),
-        (SelftestEngine, "_move", _other_blocks, "compare"),
-        (SelftestEngine, "_move", _other_order, "compare"),
+        *((SelftestEngine, "_move", move, step) for move, step in MOVES),
         (Scheduler, "reset", _nothing, "measure"),
         (SelftestEngine, "leave", _late, "leave"),
     ],
@@ -146,7 +135,7 @@ def test_the_command_reports_every_lane(shared_daemon: Daemon) -> None:
     report = json.loads(done.stdout)
     (lane,) = report["lanes"]
     assert (report["ok"], lane["device"], lane["failed_step"]) == (True, "host", None)
-    assert [step["name"] for step in lane["steps"]] == NAMES
+    assert [step["name"] for step in lane["steps"]] == list(STEPS)
     assert all(lane["gbps"][kind] > 0 for kind in ("store", "load"))
     assert all(lane["latency_seconds"][kind] > 0 for kind in ("store", "load"))
     done = selftest(shared_daemon.runtime_dir)
@@ -160,10 +149,7 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
     daemon = start_daemon(cpu_bytes="32MiB")
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         total = engine.scheduler.num_chunks
-        keys = keys_of("full", total)
-        for first in range(0, total, 12):
-            engine.store(keys[first : first + 12])
-        wait_hit(engine, keys[-12:])
+        keys = engine.stored("full", total)
         with engine.scheduler.prepare_load(keys) as ticket:
             assert len(ticket) == total
             done = selftest(daemon.runtime_dir, patience=5.0)
@@ -171,12 +157,10 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
             assert "store failed: the pool is full" in done.stdout
             assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.HIT}
         assert selftest(daemon.runtime_dir).returncode == 0
-        here = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
+        hits = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
         (namespace,) = daemon.status()["namespaces"]
         assert 0 < namespace["counters"]["yielded"] <= total / 100
-        for first in range(0, len(here), 12):
-            some = here[first : first + 12]
-            assert engine.load(some) == (len(some), 0)
+        assert engine.load(hits) == (len(hits), 0)
 
 
 def test_an_absent_daemon_and_an_unknown_device_are_named(
