@@ -372,9 +372,7 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> Non
         assert second.wait_ready()["namespaces"][0]["counters"]["restored"] == 6
 
 
-def test_a_lane_ends_without_engines_and_comes_back_for_the_next(
-    lanes: Lanes,
-) -> None:
+def test_a_lane_ends_without_engines_and_comes_back_for_the_next(lanes: Lanes) -> None:
     """Its end unpins the pool and is no error; the next engine finds its chunks."""
     daemon = lanes.start("--lane-idle-seconds", "0.3")
     keys = keys_of("kept", 4)

@@ -1,7 +1,7 @@
 """Engines that share a daemon: every byte is right, and each gets its part."""
 
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,21 +9,12 @@ import pytest
 
 from kvd.metrics.counts import STAGES
 from kvd.wire.tool import ToolConnection
-from kvd_client import (
-    ChunkBlocks,
-    JobResult,
-    LookupResult,
-    Scheduler,
-    Worker,
-    attachment,
-)
-from kvd_proto.directory import SlotState
+from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker, attachment
 from kvd_proto.messages import Drain, Resume
-from tests.asked import Asked
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, engine_of, keys_of, make_layout, wait_hit
 from tests.daemon.serving import wait_state
-from tests.daemon.slots import slots_of, wait_slots
+from tests.daemon.slots import wait_slots
 from tests.processes import LONG
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -55,17 +46,12 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
     eventually(lambda: daemon.status()["counters"]["store_bytes"], (9 * 2 * 2 * 4096).__eq__)
 
 
-@pytest.fixture
-def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """One with a rank, that says at a step's end what it has to say, and not before."""
-    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
-    with Engine(daemon.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
-        yield engine
-
-
-def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine) -> None:
+def test_two_engines_store_the_same_keys_at_once(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both got slots before either was told of: one stores them, the other's come back."""
-    with engine_of(daemon, "rival", steps=True) as rival:
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
+    with engine_of(daemon, steps=True) as engine, engine_of(daemon, "rival", steps=True) as rival:
         both, keys = (engine, rival), keys_of("same", 4)
         tickets = [one.begin(keys) for one in both]
         assert [ticket.keys for ticket in tickets] == [tuple(keys)] * 2
@@ -83,22 +69,6 @@ def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine)
             assert one.load(keys) == (4, 0)
             one.scheduler.end_step()
         wait_slots(daemon, ready=4, at_hand=both)
-
-
-def test_loans_of_a_killed_engine_come_back(daemon: Daemon, engine: Engine) -> None:
-    """SIGKILL of an engine with slots at hand, some of them given to keys: all are free."""
-    doomed = Asked(Engine, daemon.runtime_dir, "doomed", 1)
-    assert doomed.ask("scheduler.wait_attached", PATIENCE)
-    doomed.ask("begin", keys_of("half", 3))
-    doomed.ask("scheduler.reserve", 8, PATIENCE)
-    slots = eventually(
-        lambda: slots_of(daemon.runtime_dir, "doomed"),
-        lambda slots: slots and slots.states[SlotState.WRITING] == 3,
-    )
-    assert slots is not None
-    assert slots.loans
-    doomed.kill()
-    wait_slots(daemon, at_hand=(engine,))
 
 
 def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> None:

@@ -242,8 +242,6 @@ def test_lanes_of_a_dead_daemon_are_waited_for(warm: Daemon, start_daemon: Start
     eventually(lambda: has_ended(own))
 
 
-
-
 def store(engine: Engine, name: str, count: int) -> list[bytes]:
     """Store chunks with their descriptions and wait until they are READY; their keys."""
     keys = keys_of(name, count)

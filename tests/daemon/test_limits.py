@@ -29,9 +29,7 @@ def _reachable(runtime_dir: Path) -> None:
 
 
 @needs_root
-def test_a_user_who_is_not_on_the_list_is_refused_with_one_error(
-    start_daemon: StartDaemon,
-) -> None:
+def test_a_user_who_is_not_on_the_list_is_refused_with_one_error(start_daemon: StartDaemon) -> None:
     """The peer gets one Error and the end of the connection; one line is logged."""
     daemon = start_daemon("--allow-users", "4711")
     with as_user():
@@ -163,9 +161,7 @@ def reached(daemon: Daemon) -> dict[str, int]:
     return {name: count for name, count in daemon.status()["broker"]["limits"].items() if count}
 
 
-def test_more_sessions_than_allowed_are_refused_with_the_setting(
-    start_daemon: StartDaemon,
-) -> None:
+def test_more_sessions_than_allowed_are_refused_with_the_setting(start_daemon: StartDaemon) -> None:
     """The error names the setting; there is room when a session has ended; others go on."""
     daemon = start_daemon("--max-sessions", "2")
     with engine_of(daemon) as engine:

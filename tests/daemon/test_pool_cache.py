@@ -12,13 +12,7 @@ import torch
 from kvd_client import Fingerprint
 from kvd_client.sglang.pages import LayerPages, PagePool, cached_prefix
 from kvd_client.sglang.pool_cache import PoolCache, SglangOptions
-from kvd_client.sglang.transfers import (
-    LayerCounter,
-    LoadBatch,
-    NodeStore,
-    PoolLoad,
-    StoreQueue,
-)
+from kvd_client.sglang.transfers import LayerCounter, LoadBatch, NodeStore, PoolLoad, StoreQueue
 from tests.conftest import Daemon, StartDaemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

@@ -11,7 +11,6 @@ from kvd_client import LookupResult, StoreTicket, attachment
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, engine_of, keys_of, lend, wait_hit
 from tests.processes import LONG, frozen
-from tests.waiting import eventually
 
 CHUNKS = 32
 OLD, NEW = keys_of("old", CHUNKS), keys_of("new", 4)
@@ -98,26 +97,3 @@ def test_chunks_are_whole_until_the_broker_has_read_the_step_that_gives_their_sl
     assert set(loading.scheduler.lookup_many(list(victims))) == {LookupResult.MISS}
     wait_hit(storing, NEW)
     assert loading.load(NEW) == (4, 0)
-
-
-def test_a_chunk_that_is_pinned_stays_and_the_store_into_its_slot_is_lost(
-    daemon: Daemon, storing: Engine, loading: Engine
-) -> None:
-    """A pin ends the loan before the step is read; the job stores its other chunks."""
-    ticket, jobs, victims = begin(storing, loading)
-    pinned = next(iter(victims))
-    lost = ticket.keys[ticket.slots.tolist().index(victims[pinned][0])]
-    with loading.scheduler.prepare_load([pinned]) as load:
-        assert load.keys == (pinned,)
-        loading.scheduler.end_step()
-        eventually(lambda: daemon.status()["namespaces"][0]["chunks"]["pinned"] == 1)
-        storing.scheduler.end_step()
-        assert storing.results(jobs)[0].success
-        storing.scheduler.complete_store(ticket)
-        stored = [key for key in NEW if key != lost]
-        wait_hit(storing, stored)
-        assert loading.scheduler.lookup(lost) is LookupResult.MISS
-        assert read(loading, {pinned: victims[pinned]}) == (True, 0)
-    loading.scheduler.end_step()
-    assert loading.load([pinned, *stored]) == (4, 0)
-    assert daemon.status()["counters"]["stores_lost"] == 1
