@@ -29,14 +29,14 @@ def named(requirements: list[str]) -> set[str]:
 def test_the_table_names_what_a_daemon_and_an_engine_install() -> None:
     """No package of a daemon's or an engine's without a reason, no reason without a package."""
     rows = re.findall(r"^\| `([\w.-]+)` \| (\w+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
-    told = {(name, extra) for name, extra, _, _ in rows}
+    listed = {(name, extra) for name, extra, _, _ in rows}
     extras = PROJECT["optional-dependencies"]
-    wanted = {(name, "base") for name in named(PROJECT["dependencies"])}
-    wanted |= {
+    installed = {(name, "base") for name in named(PROJECT["dependencies"])}
+    installed |= {
         (name, extra) for extra in ("daemon", "mooncake", "cuda") for name in named(extras[extra])
     }
-    assert told == wanted
-    assert len(rows) == len(told)
+    assert listed == installed
+    assert len(rows) == len(listed)
 
 
 PRODUCT = ("kvd", "client/kvd_client", "client/tools/kvd_tools", "proto/kvd_proto")

@@ -283,9 +283,9 @@ class CudaEngine:
 
     def load(self, keys: list[bytes], first_block: int = 33) -> int:
         """Poison other blocks and load there; wrong bytes of all ranks."""
-        wrong = self.try_load(keys, first_block)
-        assert wrong is not None
-        return wrong
+        wrong_bytes = self.try_load(keys, first_block)
+        assert wrong_bytes is not None
+        return wrong_bytes
 
     def try_load(self, keys: list[bytes], first_block: int = 33) -> int | None:
         """The same; None where a job failed, as while a rank does not know of its new lane yet."""
@@ -298,8 +298,10 @@ class CudaEngine:
         self.scheduler.complete_load(ticket)
         if not succeeded:
             return None
-        wrong: int = sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
-        return wrong
+        wrong_bytes: int = sum(
+            rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values()
+        )
+        return wrong_bytes
 
     def __enter__(self) -> Self:
         return self

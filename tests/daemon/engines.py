@@ -179,6 +179,19 @@ class Engine:
             results[rank] = by_id[job]
         return results
 
+    def moves(
+        self,
+        kind: str,
+        blocks: Sequence[int],
+        slots: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+        group: int = 0,
+        index: int = 0,
+    ) -> bool:
+        """Whether a job of every rank succeeds."""
+        jobs = self.submit(kind, list(self.workers), blocks, slots, generations, group, index)
+        return all(result.success for result in self.results(jobs).values())
+
     def begin(
         self, keys: Sequence[bytes], blocks: Sequence[tuple[int, int]] | None = None
     ) -> StoreTicket:

@@ -140,7 +140,7 @@ def daemon_left_clean(*extra: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]
     ):
         daemon = start(*extra, cpu_bytes=cpu_bytes)
         yield daemon
-        eventually(lambda: _left_behind(daemon), lambda found: found == {})
+        eventually(lambda: _left_behind(daemon), lambda left: left == {})
 
 
 def left_over(report: dict[str, Any]) -> dict[str, int]:
@@ -158,7 +158,7 @@ def left_over(report: dict[str, Any]) -> dict[str, int]:
 def _left_behind(daemon: Daemon) -> dict[str, object]:
     """What a daemon that nobody uses does not have."""
     report = daemon.status()
-    found: dict[str, object] = {
+    left: dict[str, object] = {
         **left_over(report),
         "not ready": [check for check in report["checks"] if not check["ok"]],
         "engines": report["engines"],
@@ -166,14 +166,14 @@ def _left_behind(daemon: Daemon) -> dict[str, object]:
         "sessions": max(0, report["sessions"]["open"] - 2),
         "lanes lost": sum(lane["counters"]["restarts"] for lane in report["lanes"]),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in left.items() if value}
 
 
 def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
     """Ask until the namespace's chunks by state are as given."""
     return eventually(
         lambda: daemon.status()["namespaces"][0]["chunks"],
-        lambda found: all(found[name] == value for name, value in chunks.items()),
+        lambda states: all(states[name] == value for name, value in chunks.items()),
     )
 
 

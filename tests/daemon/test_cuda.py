@@ -266,7 +266,7 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         lanes.switch("hang=")
         wait_next_lane(daemon, pid, workers=1)
         engine.replace(1)
-        assert eventually(lambda: engine.try_load(keys), lambda wrong: wrong is not None) == 0
+        assert eventually(lambda: engine.try_load(keys), lambda nbytes: nbytes is not None) == 0
         (now,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
 

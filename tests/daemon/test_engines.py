@@ -83,8 +83,7 @@ def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> Non
                 other.store(keys_of(f"flood-{turn}", 8))
             blocks = list(range(33, 49))
             engine.poison(blocks)
-            jobs = engine.submit("load", [0], blocks, ticket.slots, ticket.generations)
-            assert engine.results(jobs)[0].success
+            assert engine.moves("load", blocks, ticket.slots, ticket.generations)
             assert engine.wrong_bytes(keys, blocks) == 0
         report = daemon.status()
         assert report["counters"]["evicted"] > 64

@@ -86,10 +86,10 @@ def test_no_call_of_a_step_waits_for_a_frozen_broker(
     daemon = start_daemon()
     with Engine(daemon.runtime_dir, deadline=LONG, steps=steps).wait_attached() as engine:
         scheduler = engine.scheduler
-        kept, new, more = engine.stored("kept", 6), keys_of("new", 4), keys_of("more", STEPS)
+        stored, new, more = engine.stored("kept", 6), keys_of("new", 4), keys_of("more", STEPS)
         lend(scheduler, len(new) + len(more))
         with frozen(daemon.process.pid):
-            assert engine.load(kept) == (6, 0)
+            assert engine.load(stored) == (6, 0)
             ticket = scheduler.prepare_store(new)
             assert ticket.keys == tuple(new)
             blocks = engine.fill(new, 1)
@@ -98,12 +98,12 @@ def test_no_call_of_a_step_waits_for_a_frozen_broker(
             assert set(scheduler.lookup_many(new)) == {LookupResult.HIT_PENDING}
             for key in more:
                 scheduler.count_tokens(32, 0)
-                with scheduler.prepare_load(kept) as load:
+                with scheduler.prepare_load(stored) as load:
                     assert len(load) == 6
                 given_up = scheduler.prepare_store([key])
                 assert given_up.keys == (key,)
                 scheduler.complete_store(given_up, success=False)
-                scheduler.request_finished(kept)
+                scheduler.request_finished(stored)
                 scheduler.take_ready()
                 scheduler.take_changes()
                 for worker in engine.workers.values():
@@ -127,7 +127,7 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
     daemon = start_daemon()
     with Engine(daemon.runtime_dir, steps=True).wait_attached() as engine:
         scheduler = engine.scheduler
-        kept, lost = engine.stored("kept", 6), keys_of("lost", 4)
+        stored, lost = engine.stored("kept", 6), keys_of("lost", 4)
         with frozen(daemon.process.pid):
             scheduler.deadline = 0.5
             ticket = scheduler.prepare_store(lost)
@@ -136,15 +136,15 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
             scheduler.end_step()
             eventually(lambda: not scheduler.attached)
             for _ in range(STEPS):  # still no call waits, and nothing is found
-                assert not scheduler.prepare_load(kept).keys
+                assert not scheduler.prepare_load(stored).keys
                 assert not scheduler.prepare_store(keys_of("none", 1)).keys
-                scheduler.request_finished(kept)
+                scheduler.request_finished(stored)
                 scheduler.end_step()
             scheduler.deadline = DEADLINE
         engine.results(jobs)  # good where the broker read the step before it dropped the session
         engine.wait_attached()
-        engine.load(kept)  # perhaps before it knows that it is attached
-        eventually(lambda: engine.load(kept), (6, 0).__eq__)
+        engine.load(stored)  # perhaps before it knows that it is attached
+        eventually(lambda: engine.load(stored), (6, 0).__eq__)
         assert set(engine.scheduler.lookup_many(lost)) == {LookupResult.MISS}
         assert engine.store(lost) == lost
         scheduler.end_step()

@@ -244,8 +244,7 @@ def test_one_lease_too_many_pins_nothing_and_is_counted(start_daemon: StartDaemo
         blocks = list(range(33, 41))
         engine.poison(blocks)
         last = tickets.pop()
-        jobs = engine.submit("load", [0, 1], blocks, last.slots, last.generations)
-        assert all(result.success for result in engine.results(jobs).values())
+        assert engine.moves("load", blocks, last.slots, last.generations)
         assert engine.wrong_bytes(keys, blocks) == 0
         for ticket in tickets:
             engine.scheduler.complete_load(ticket)

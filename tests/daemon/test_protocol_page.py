@@ -126,9 +126,9 @@ def test_attached_brings_the_documented_descriptors(
         attached, fds = client.notice(Attached)
         assert attached.description_bytes
         starts = {DIRECTORY_MAGIC: "directory", DESCRIPTIONS_MAGIC: "descriptions"}
-        found = [
+        contents = [
             "pipe" if stat.S_ISFIFO(os.fstat(fd).st_mode) else starts[os.pread(fd, 8, 0)]
             for fd in fds
         ]
-        assert found == ["directory", *more]
+        assert contents == ["directory", *more]
         client.close()

@@ -59,9 +59,9 @@ def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str
         assert engine.load(keys) == (2, 0)
         place = str(Path("/dev/shm") / pool_directory_name(daemon.runtime_dir))
         assert "/dev/shm/kvd" not in Path("/proc/self/maps").read_text()
-        held = {fd: file for fd, file in open_files().items() if file.startswith(place)}
-        assert [file.split()[0].rpartition(".")[2] for file in held.values()] == ["descriptions"]
-        for fd in held:
+        files = {fd: file for fd, file in open_files().items() if file.startswith(place)}
+        assert [file.split()[0].rpartition(".")[2] for file in files.values()] == ["descriptions"]
+        for fd in files:
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         lanes = daemon.status()["lanes"]
         assert place in Path(f"/proc/{lanes[0]['pid']}/maps").read_text()
@@ -77,7 +77,7 @@ def test_nothing_listens_on_the_network_where_http_is_off(shared_daemon: Daemon)
 
 
 def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> None:
-    """Whoever guesses a lease or names a key gives up nothing that is not its own engine's."""
+    """An engine that guesses a lease or names a key gives up nothing of another engine."""
     with engine_of(daemon, "owner") as owner:
         keys = owner.stored("kept", 2)
         lease = owner.scheduler.prepare_load(keys)
@@ -91,31 +91,23 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         chunks = daemon.status()["namespaces"][0]["chunks"]
         assert (chunks["writing"], chunks["pinned"]) == (2, 2)
         owner.fill(writing, 1)
-        jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
-        assert owner.results(jobs)[0].success
+        assert owner.moves("store", [1, 2, 3, 4], ticket.slots, ticket.generations)
         wait_hit(owner, writing)
 
 
 def test_slots_on_loan_to_another_engine_cannot_be_used(daemon: Daemon) -> None:
-    """Who names them in a step, or sends a job for them, gets no chunk; their owner goes on."""
-    with (
-        Engine(daemon.runtime_dir, name="owner", world_size=1, steps=True) as owner,
-        Engine(daemon.runtime_dir, name="forger", world_size=1) as forger,
-    ):
-        owner.wait_attached()
-        forger.wait_attached()
+    """An engine that names them in a step, or in a job, gets no chunk; their owner goes on."""
+    with engine_of(daemon, "owner", steps=True) as owner, engine_of(daemon, "forger") as forger:
         mine, stolen = keys_of("mine", 2), keys_of("stolen", 2)
         ticket = owner.begin(mine)  # the daemon has not been told which keys these are for
         forger.fill(stolen, 1)
-        jobs = forger.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
-        assert not forger.results(jobs)[0].success
+        assert not forger.moves("store", [1, 2, 3, 4], ticket.slots, ticket.generations)
         arrays = IntArray.of(ticket.slots, "u4"), IntArray.of(ticket.generations, "u8")
         forged = Step(keys=tuple(stolen), slots=arrays[0], generations=arrays[1])
         assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
         assert forger.scheduler.lookup_many(stolen) == [LookupResult.MISS] * 2
         owner.fill(mine, 1)
-        jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
-        assert owner.results(jobs)[0].success
+        assert owner.moves("store", [1, 2, 3, 4], ticket.slots, ticket.generations)
         owner.scheduler.end_step()
         wait_hit(owner, mine)
         assert owner.load(mine) == (2, 0)
@@ -131,8 +123,7 @@ def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(shared_daemon:
         assert two.load(keys) == (0, 0)
         two.poison(range(1, 5))
         for kind in ("load", "store"):
-            jobs = two.submit(kind, [0], [1, 2, 3, 4], ready.slots, ready.generations)
-            assert not two.results(jobs)[0].success
+            assert not two.moves(kind, [1, 2, 3, 4], ready.slots, ready.generations)
         assert (two.memory[0][0].array[4096 : 5 * 4096] == POISON).all()
         assert keys[0] not in directory_of(daemon, "two")
         assert keys[0] in directory_of(daemon, "one")  # what is searched for would be found
@@ -155,41 +146,33 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
     the last page and the slot's rounding to 4 KiB.
     """
     daemon = start_daemon(cpu_bytes="1MiB")
-    with Engine(daemon.runtime_dir, name="before", model="a", world_size=1) as before:
-        before.wait_attached()
+    with engine_of(daemon, "before", model="a") as before:
         for part in range(4):
-            before.store(keys_of(f"secret {part}", 16))
-            wait_hit(before, keys_of(f"secret {part}", 16))
+            before.stored(f"secret {part}", 16)
     pool = Path("/dev/shm") / pool_directory_name(daemon.runtime_dir) / "pool"
     secret = np.fromfile(pool, np.uint8)
     short, padded = make_layout(page=3000), make_layout(page=3072)
     slot_bytes = 12288  # of both: 4 pages of 3,000 bytes are rounded up, those of 3,072 fill it
     with (
-        Engine(daemon.runtime_dir, "after", model="b", world_size=1, layout=short) as after,
-        Engine(daemon.runtime_dir, "liar", model="b", world_size=1, layout=padded) as liar,
+        engine_of(daemon, "after", model="b", layout=short) as after,
+        engine_of(daemon, "liar", model="b", layout=padded) as liar,
     ):
-        after.wait_attached()
-        liar.wait_attached()
         parts = [(1, 1)] * 8
         taken = after.begin(keys_of("one block", 8), parts)
         assert len(taken.keys) == 8  # room that was another namespace's
         for at, key in enumerate(taken.keys):
             (block,) = after.fill([key], 1, group=1)[1:]
             chunk = taken.slots[at : at + 1], taken.generations[at : at + 1]
-            jobs = after.submit("store", [0], [block], *chunk, group=1, index=1)
-            assert after.results(jobs)[0].success
-        eventually(
-            lambda: {after.scheduler.lookup(key, 1, 1) for key in taken.keys},
-            lambda found: found == {LookupResult.HIT},
-        )
+            assert after.moves("store", [block], *chunk, group=1, index=1)
+        lookup = after.scheduler.lookup
+        eventually(lambda: {lookup(key, 1, 1) for key in taken.keys} == {LookupResult.HIT})
         ready = after.scheduler.prepare_load(taken.keys, blocks=parts)
-        held = np.fromfile(pool, np.uint8)
+        content_now = np.fromfile(pool, np.uint8)
         for slot in ready.slots:
             begin = int(slot) * slot_bytes
             for unwritten in (slice(begin, begin + 3000), slice(begin + 6000, begin + slot_bytes)):
-                assert (
-                    held[unwritten] == secret[unwritten]
-                ).all()  # there is something to be found
+                # There is something to be found.
+                assert (content_now[unwritten] == secret[unwritten]).all()
         for engine in (after, liar):
             engine.poison(range(64))
             for at in range(8):
@@ -200,15 +183,13 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
                     (0, 0, [1, 2]),  # another group, whose pages lie elsewhere in the slot
                     (0, 1, [1]),
                 ):
-                    jobs = engine.submit("load", [0], blocks, *chunk, group=group, index=index)
-                    assert not engine.results(jobs)[0].success
+                    assert not engine.moves("load", blocks, *chunk, group=group, index=index)
             for tensor in range(2):
                 assert (engine.memory[0][tensor].array == POISON).all()
         assert not liar.scheduler.prepare_load(taken.keys, blocks=parts).keys
         for at, key in enumerate(taken.keys):
             chunk = ready.slots[at : at + 1], ready.generations[at : at + 1]
-            jobs = after.submit("load", [0], [2], *chunk, group=1, index=1)
-            assert after.results(jobs)[0].success
+            assert after.moves("load", [2], *chunk, group=1, index=1)
             assert (after.page(0, 1, 2) == content(key, 0, 1, 1, 3000)).all()
         assert (after.page(0, 1, 1) == POISON).all()
         after.scheduler.complete_load(ready)

@@ -129,7 +129,7 @@ def test_a_part_that_says_it_was_done_is_found_out(
 
 
 def test_the_command_reports_every_lane(shared_daemon: Daemon) -> None:
-    """Exit status 0, rates and latencies in JSON; a table for people."""
+    """Exit status 0, rates and latencies in JSON; a table for people; 1 for an unknown device."""
     done = selftest(shared_daemon.runtime_dir, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
@@ -142,6 +142,9 @@ def test_the_command_reports_every_lane(shared_daemon: Daemon) -> None:
     assert done.returncode == 0
     assert "lane host" in done.stdout
     assert "GB/s" in done.stdout
+    done = selftest(shared_daemon.runtime_dir, "--device", "cuda:7")
+    assert done.returncode == 1
+    assert "--device cuda:7: there are host" in done.stderr
 
 
 def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemon) -> None:
@@ -161,18 +164,6 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
         (namespace,) = daemon.status()["namespaces"]
         assert 0 < namespace["counters"]["yielded"] <= total / 100
         assert engine.load(hits) == (len(hits), 0)
-
-
-def test_an_absent_daemon_and_an_unknown_device_are_named(
-    shared_daemon: Daemon, tmp_path: Path
-) -> None:
-    """One sentence, and what there is instead."""
-    done = selftest(tmp_path)
-    assert done.returncode == 1
-    assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
-    done = selftest(shared_daemon.runtime_dir, "--device", "cuda:7")
-    assert done.returncode == 1
-    assert "--device cuda:7: there are host" in done.stderr
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_a_lane_that_dies_before_the_pool_is_there_is_started_again(
     """Its end is told, and the first engine is served by the next one."""
     daemon = start_daemon("--reserve", "0", cpu_bytes="auto", ready=False)
     pid = daemon.process.pid
-    (lane,) = eventually(lambda: children_running(pid, "kvd.lane"), lambda found: len(found) == 1)
+    (lane,) = eventually(lambda: children_running(pid, "kvd.lane"), lambda lanes: len(lanes) == 1)
     kill_and_wait(lane.pid)
     eventually(lambda: daemon.status()["lanes"][0]["state"] == "down")
     with engine_of(daemon):
@@ -231,8 +231,7 @@ def test_a_drained_daemon_ends_what_began_refuses_stores_and_serves_loads(daemon
         assert drained.returncode == 1
         assert "2 chunks being written, 1 leases" in drained.stdout
         blocks = engine.fill(writing.keys, 1)
-        jobs = engine.submit("store", [0, 1], blocks, writing.slots, writing.generations)
-        assert all(result.success for result in engine.results(jobs).values())
+        assert engine.moves("store", blocks, writing.slots, writing.generations)
         engine.scheduler.complete_store(writing)
         engine.scheduler.complete_load(lease)
         drained = kvd(daemon, "drain", "--wait", "60s")
@@ -262,8 +261,7 @@ def store_and_load(engine: Engine, chance: random.Random) -> tuple[int, int]:
     ticket = engine.scheduler.prepare_store(keys)
     if ticket.keys:
         blocks = engine.fill(ticket.keys, 1)
-        jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
-        stored = all(result.success for result in engine.results(jobs).values())
+        stored = engine.moves("store", blocks, ticket.slots, ticket.generations)
         engine.scheduler.complete_store(ticket, success=stored)
     return engine.load(keys)
 
@@ -285,8 +283,8 @@ def test_engines_keep_right_bytes_whatever_an_operator_does(start_daemon: StartD
             under_way = operator.submit(kvd, daemon, *command)
             loaded = 0
             while loaded < (0 if daemon.status()["drain"] else 20) or not under_way.done():
-                chunks, wrong = store_and_load(engine, chance)
-                assert wrong == 0
+                chunks, wrong_bytes = store_and_load(engine, chance)
+                assert wrong_bytes == 0
                 loaded += chunks
             done = under_way.result()
             assert (done.returncode, done.stderr) == (0, ""), done
@@ -294,10 +292,7 @@ def test_engines_keep_right_bytes_whatever_an_operator_does(start_daemon: StartD
 
 def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
     """Without --yes and nobody to answer nothing is cleared; with it everything is."""
-    with (
-        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
-        Engine(daemon.runtime_dir, name="two", model="other").wait_attached() as two,
-    ):
+    with engine_of(daemon, "one") as one, engine_of(daemon, "two", model="other") as two:
         keys = keys_of("kept", 4)
         for engine in (one, two):
             engine.store(keys)
@@ -308,14 +303,14 @@ def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
         done = kvd(daemon, "evict", "--older-than", "1h")
         assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
         done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "other")
-        assert done.stdout.endswith("(other): 4 chunks evicted, 128 KiB\n"), done
+        assert done.stdout.endswith("(other): 4 chunks evicted, 64 KiB\n"), done
         eventually(lambda: set(two.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
         assert one.load(keys) == (4, 0)
         lease = one.scheduler.prepare_load(keys[:1])
         eventually(lambda: daemon.status()["leases"])
         done = kvd(daemon, "clear", "--yes")
         assert done.stdout == (
-            "all namespaces: 3 chunks dropped, 96 KiB; 1 more go when their leases end\n"
+            "all namespaces: 3 chunks dropped, 48 KiB; 1 more go when their leases end\n"
         )
         one.scheduler.complete_load(lease)
         eventually(lambda: set(one.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
@@ -333,6 +328,6 @@ def test_explain_says_what_became_of_a_chunk(daemon: Daemon) -> None:
         gone = kvd(daemon, "explain", keys[0].hex(), "--namespace", "model")
         assert re.search(r": dropped \d+ s ago by kvd evict\n", gone.stdout), gone
         assert ": never seen, as far back as" in kvd(daemon, "explain", "c0ffee").stdout
-        wrong = kvd(daemon, "explain", "c0ffe")
-        assert wrong.returncode == 2
-        assert "'c0ffe': a key has 2 to 96 hex digits" in wrong.stderr
+        refused = kvd(daemon, "explain", "c0ffe")
+        assert refused.returncode == 2
+        assert "'c0ffe': a key has 2 to 96 hex digits" in refused.stderr

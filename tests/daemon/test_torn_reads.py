@@ -67,8 +67,7 @@ def read(engine: Engine, chunks: Refs) -> tuple[bool, int]:
     blocks = list(range(33, 33 + 2 * len(chunks)))
     engine.poison(blocks)
     slots, generations = zip(*chunks.values(), strict=True)
-    jobs = engine.submit("load", [0], blocks, np.array(slots, "<u4"), np.array(generations, "<u8"))
-    success = engine.results(jobs)[0].success
+    success = engine.moves("load", blocks, np.array(slots, "<u4"), np.array(generations, "<u8"))
     return success, engine.wrong_bytes(list(chunks), blocks)
 
 

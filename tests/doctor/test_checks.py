@@ -130,8 +130,8 @@ def disk(hung: str = "", **changes: Any) -> dict[str, Any]:
 def store(**given: str) -> dict[str, Any]:
     """A shared store below the pool."""
     setting = parse_tier("mooncake:master=10.0.0.1:50051")
-    found = StoreFacts(master="10.0.0.1:50051", package="mooncake 1", **given)
-    return {"tiers": [TierFacts(setting=setting, store=found)]}
+    facts = StoreFacts(master="10.0.0.1:50051", package="mooncake 1", **given)
+    return {"tiers": [TierFacts(setting=setting, store=facts)]}
 
 
 TOTAL, PINLESS = 256 * GIB, 131 * GIB // 2  # a pool of 64 GiB would fit, if it were not pinned
@@ -212,10 +212,10 @@ def test_each_fault_is_named_with_its_remedy(
     name: str, level: Level, says: str, broken: dict[str, Any]
 ) -> None:
     """One fault makes one finding, of the right level, with figures and a remedy."""
-    found = of(machine(**broken), name)
-    assert [finding.level for finding in found] == [level], found
-    assert says in found[0].text + found[0].remedy
-    assert found[0].remedy
+    findings = of(machine(**broken), name)
+    assert [finding.level for finding in findings] == [level], findings
+    assert says in findings[0].text + findings[0].remedy
+    assert findings[0].remedy
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_what_a_small_pool_has_no_room_for_comes_up_from_a_tier(tmp_path: Path) 
     """
     (tmp_path / "torch.py").write_text("raise ImportError('this Python has no torch')\n")
     out, tier = tmp_path / "out.json", tmp_path / "tier"
-    told = ["--requests", "60", "--seed", "3", "--tier", f"disk:{tier},size=512MiB,late=30"]
-    done = demo(*told, "--corrupt", "--json", str(out), PYTHONPATH=str(tmp_path))
+    options = ["--requests", "60", "--seed", "3", "--tier", f"disk:{tier},size=512MiB,late=30"]
+    done = demo(*options, "--corrupt", "--json", str(out), PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures["mismatched_bytes"] > 0
@@ -139,9 +139,9 @@ def test_a_dead_rank_ends_everything() -> None:
     with serving() as (process, started):
         victim = next(child for child in started if is_rank(child))
         victim.kill()
-        _, said = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert f"(pid {victim.pid}) ended with status -9" in " ".join(said.decode().split())
+        assert f"(pid {victim.pid}) ended with status -9" in " ".join(error.decode().split())
         assert end(started)
 
 
