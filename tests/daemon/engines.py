@@ -170,11 +170,11 @@ class Engine:
             jobs[rank] = self.job
         return jobs
 
-    def results(self, jobs: dict[int, int], timeout: float = PATIENCE) -> dict[int, JobResult]:
+    def results(self, jobs: dict[int, int]) -> dict[int, JobResult]:
         """Wait for the jobs; each rank's result."""
         results = {}
         for rank, job in jobs.items():
-            assert not self.workers[rank].wait([job], timeout)
+            assert not self.workers[rank].wait([job], PATIENCE)
             by_id = {result.job_id: result for result in self.workers[rank].get_finished()}
             results[rank] = by_id[job]
         return results
