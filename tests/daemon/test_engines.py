@@ -35,17 +35,6 @@ def test_two_ranks_store_and_load_every_byte(shared_daemon: Daemon, label: str) 
         assert engine.load(full) == (10, 0)
 
 
-def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
-    """Ranks that hold the same bytes take turns to write one share, and all load it."""
-    layout = make_layout(replicated=True)
-    with Engine(daemon.runtime_dir, layout=layout).wait_attached() as engine:
-        keys = engine.stored("mla", 9)
-        assert engine.load(keys) == (9, 0)
-        assert engine.scheduler.bytes_per_chunk == 2 * 2 * 4096
-    # The lane's counters come with its next heartbeats.
-    eventually(lambda: daemon.status()["counters"]["store_bytes"], (9 * 2 * 2 * 4096).__eq__)
-
-
 def test_two_engines_store_the_same_keys_at_once(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,17 +176,6 @@ def test_memory_that_could_be_shortened_is_refused(
         assert words in text_of(reply)
 
 
-def test_a_registration_without_descriptors_is_refused(client: RawClient) -> None:
-    """With none, or with too few: an error that says how many are missing."""
-    client.hello(kind="worker")
-    few = [os.memfd_create("test"), os.memfd_create("test")]
-    for count, reply in (0, client.ask(registration())), (2, client.register(registration(), few)):
-        assert code_of(reply) is ErrorCode.BAD_LAYOUT
-        assert f"{count} descriptors came with the registration" in text_of(reply)
-        assert "name 3" in text_of(reply)
-    assert isinstance(client.ask(Ping()), Pong)
-
-
 def test_a_connection_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
     """A socket is no memory: the session ends, and its own descriptor does not keep it open."""
     client.hello()

@@ -1,4 +1,4 @@
-"""The self-test: it passes on a sound daemon, and nothing can be left out of it unnoticed."""
+"""The self-test and `make gpu`: both pass where all is well, and say what is wrong elsewhere."""
 
 import json
 import os
@@ -15,6 +15,8 @@ from kvd_tools.selftest import STEPS, run_steps
 from kvd_tools.selftest_engine import SelftestEngine
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
+from tests.fakecuda.harness import FakeCuda
+from tests.gpu.stand_ins import bare_python
 from tests.processes import python
 from tests.waiting import DEADLINE, PATIENCE
 
@@ -181,9 +183,7 @@ def test_every_cuda_device_is_tested_too(
     assert done.returncode == 0, done
     lanes = json.loads(done.stdout)["lanes"]
     names = [lane["device"] for lane in lanes]
-    assert names[0] == "host"
-    assert len(names) == 3
-    assert all(name.startswith("cuda:") for name in names[1:])
+    assert [name.partition(":")[0] for name in names] == ["host", "cuda", "cuda"]
     assert all(lane["ok"] and lane["gbps"]["load"] > 0 for lane in lanes)
     assert daemon.status()["namespaces"] == []
     monkeypatch.setenv("FAKECUDA_DEVICES", "1")
@@ -192,3 +192,60 @@ def test_every_cuda_device_is_tested_too(
     (lane,) = json.loads(done.stdout)["lanes"]
     assert (lane["device"], lane["failed_step"]) == (names[2], "memory")
     assert f"this process does not see {names[2]}" in lane["text"]
+
+
+WHOLE = 280.0  # seconds of all parts, each with daemons of its own
+FRAGMENT, ENDLESS = 65536, 2**40  # no pool has room for fragments of the second length
+TESTS = "every_byte_back and driver_rank-ipc or cannot_be_exported"
+PARTS = {"beside": 22, "pins 2": 6, "pins 6": 6, "exporter": 4, "lanes": 17}  # figures of each
+
+
+@pytest.mark.nightly
+@pytest.mark.fakecuda
+@pytest.mark.timeout(400)
+def test_make_gpu_writes_every_figure_but_those_of_a_part_that_fails(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Tests and benchmark run on a bare Python; a part that fails costs its own figures."""
+    bare_python(tmp_path)
+    settings = {"PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": f"-k '{TESTS}'"}
+    environment = fakecuda.environment() | settings
+    environment.pop("LD_PRELOAD", None)  # naps: its parts have limits
+    out = tmp_path / "out"
+    done = python(
+        *("tests/gpu/run.py", "--mib", 2, "--rounds", 1, "--out", out),
+        *("--fragments", f"{FRAGMENT},{ENDLESS}"),
+        environment=environment,
+        seconds=WHOLE,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads((out / "gpu.json").read_text())
+    failed = f"fragments {ENDLESS}"
+    assert result["missing"].pop(failed)  # the last line of what its daemon said
+    assert "does not fit" in (out / "gpu" / f"fragments-{ENDLESS}.log").read_text("utf-8")
+    assert result["missing"] == {}
+    assert result["device"].startswith("kvd test double")
+    (row,) = result["fragments"]
+    assert (row["bytes"], row["moved"]) == (FRAGMENT, 2**21)
+    for direction in ("store", "load", "both"):
+        assert set(row[direction]) == {"kvd", "batch", "ratio", "cpu_ms_per_GB"}
+        assert all(figure["median"] > 0 for figure in row[direction].values())
+    assert {part: len(result[part]) for part in PARTS} == PARTS
+    assert result["exporter"]["bytes"] == "as they were"
+    if not os.getuid():  # which alone may open memory of another user
+        opened = [name for name, text in result["users"].items() if text == "works"]
+        assert opened == ["exporter_0_opener_0"]
+    assert f"\nnot measured: {failed}: " in done.stdout
+    assert "\ntests: 2 of 2 passed\n" in done.stdout
+    assert "lane cuda:" in (out / "gpu-tests" / "daemons.log").read_text()
+
+
+def test_make_gpu_refuses_in_a_sentence_without_a_gpu() -> None:
+    """No driver, no device: one line that says so, before anything else is looked at."""
+    if not python("tests/gpu/probe.py").returncode:
+        pytest.skip("there is a GPU")
+    done = python("tests/gpu/run.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("make gpu: ")
+    assert "it needs a machine with an NVIDIA GPU" in line

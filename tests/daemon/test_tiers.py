@@ -122,29 +122,6 @@ def hanging(hang: Path) -> str:
     return f"memory:,size=64MiB,keep=all,late=0.5,hang={hang}"
 
 
-def test_only_what_was_asked_for_goes_down_where_nothing_else_is_said(
-    start_daemon: StartDaemon, disk: str
-) -> None:
-    """A chunk that is loaded goes, one that is only stored does not."""
-    daemon = start_daemon("--tier", disk, cpu_bytes=POOL)
-    with engine_of(daemon) as engine:
-        wait_usable(engine)
-        asked, stored = engine.stored("asked", 2), engine.stored("stored", 2)
-        loaded = float("-inf")
-
-        def are_down() -> bool:
-            nonlocal loaded
-            if time.monotonic() > loaded + AGAIN_SECONDS:  # a put that is late comes to nothing
-                assert engine.load(asked) == (2, 0)
-                loaded = time.monotonic()
-            return is_below(engine, asked)
-
-        eventually(are_down)
-        push_out(engine, [*asked, *stored])
-        comes_back(engine, asked)
-        assert [engine.scheduler.find_tier(key) for key in stored] == [NO_TIER] * 2
-
-
 def test_the_scheduler_that_seeks_a_chunk_is_woken_when_it_is_there(
     start_daemon: StartDaemon, disk: str
 ) -> None:
