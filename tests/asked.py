@@ -7,26 +7,21 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
-PATIENCE = 60.0
+from tests.waiting import PATIENCE
 
 
 class Asked:
-    """The process, as the test sees it.
+    """The process, as the test sees it; `make(*arguments)` makes the object there.
 
-    Args:
-        make: what makes the object there; a function or class that can be pickled.
-        arguments: of `make`.
-        forked: it begins with what this process has loaded, which takes no second; this one may
-            have neither a driver nor a thread yet.
+    forked: it begins with what this process has loaded, which takes no second; this one may have
+        neither a driver nor a thread yet.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: object, forked: bool = False) -> None:
-        fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
-        context = fork if forked else spawn
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         self._pipe, theirs = context.Pipe()
-        inherited = self._pipe if forked else None
-        given = (make, inherited, theirs, *arguments)
-        self.process = context.Process(target=_serve, args=given, daemon=True)
+        serving = (make, self._pipe if forked else None, theirs, *arguments)
+        self.process = context.Process(target=_serve, args=serving, daemon=True)
         self.process.start()
         theirs.close()
 

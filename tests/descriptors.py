@@ -10,22 +10,20 @@ from pathlib import Path
 
 def open_files(process: int | str = "self") -> dict[int, str]:
     """What each descriptor of a process is open on, as the kernel shows it."""
-    found = {}
+    files = {}
     for entry in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found[int(entry.name)] = str(entry.readlink())
-    return found
+            files[int(entry.name)] = str(entry.readlink())
+    return files
 
 
 def open_on(*files: int) -> set[int]:
     """Descriptors of this process for the files that these ones are open on; these among them."""
-    wanted = {(state.st_dev, state.st_ino) for state in map(os.fstat, files)}
-    found = set()
+    identities = [os.fstat(file) for file in files]
+    descriptors = set()
     for entry in Path("/proc/self/fd").iterdir():
-        try:
+        with contextlib.suppress(OSError):  # the one with which the folder is read
             state = os.fstat(int(entry.name))
-        except OSError:  # the one with which the folder is read
-            continue
-        if (state.st_dev, state.st_ino) in wanted:
-            found.add(int(entry.name))
-    return found
+            if any(os.path.samestat(state, identity) for identity in identities):
+                descriptors.add(int(entry.name))
+    return descriptors

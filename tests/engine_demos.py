@@ -4,19 +4,42 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.processes import children_running, has_ended
-from tests.tools.places import nothing_is_left
 from tests.waiting import eventually
 
 PROMPTS, TOKENS = 4, 200
 FINDABLE = 192  # whole chunks of 64 tokens, or whole pages of 16
+
+
+@contextmanager
+def nothing_is_left() -> Iterator[None]:
+    """Afterwards no folder of a demo is left, but for one of another demo that runs."""
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+
+    def folders() -> set[Path]:
+        return {path for place in places for path in place.glob("kvd-demo-*")}
+
+    before = folders()
+    yield
+    eventually(lambda: not any(map(_is_orphan, folders() - before)))
+
+
+def _is_orphan(folder: Path) -> bool:
+    """Whether no process names it."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(str(folder) in word for word in process.cmdline()):
+                return False
+    return True
 
 
 @contextmanager
@@ -40,11 +63,8 @@ def running(command: str) -> Iterator[subprocess.Popen[str]]:
 def finds_known_prompts(command: str, seconds: float) -> None:
     """Cold nothing is found, warm and in a new engine all that can be, with the same answers.
 
-    Where a store or load came too late, which is computed then, the demo runs once more.
-
-    Args:
-        command: of the demo.
-        seconds: that both runs may take.
+    Where a store or load came too late, which is computed then, the demo runs once more; both runs
+    take `seconds` at most.
     """
     most = [0, PROMPTS * FINDABLE, PROMPTS * FINDABLE]
     end = time.monotonic() + seconds
@@ -53,23 +73,18 @@ def finds_known_prompts(command: str, seconds: float) -> None:
             out, error = demo.communicate(timeout=end - time.monotonic())
         assert demo.returncode == 0, out + error
         hits = re.findall(r" s +([\d,]+) of ([\d,]+)  ", out)
-        found = [int(number.replace(",", "")) for number, _ in hits]
-        assert len(found) == len(most), out
-        assert all(map(int.__le__, found, most)), out
+        tokens = [int(number.replace(",", "")) for number, _ in hits]
+        assert len(tokens) == len(most), out
+        assert all(map(int.__le__, tokens, most)), out
         assert {total for _, total in hits} == {f"{PROMPTS * TOKENS:,}"}
         assert "Every answer has the same" in out
-        if found == most:
+        if tokens == most:
             return
     pytest.fail(out)
 
 
 def ends_with_ctrl_c(demo: subprocess.Popen[str], engine: str) -> None:
-    """An interrupt while the engine starts ends it, the daemon and the demo.
-
-    Args:
-        demo: just started.
-        engine: the module of its server.
-    """
+    """An interrupt while the engine, by its module, starts ends it, the daemon and the demo."""
     parent = psutil.Process(demo.pid)
     eventually(lambda: children_running(demo.pid, engine))
     started = parent.children(recursive=True)
@@ -78,4 +93,4 @@ def ends_with_ctrl_c(demo: subprocess.Popen[str], engine: str) -> None:
     _, error = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert "Aborted" in error
-    eventually(lambda: [child for child in started if not has_ended(child)], lambda left: not left)
+    eventually(lambda: all(map(has_ended, started)))

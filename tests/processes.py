@@ -35,12 +35,12 @@ def python(
 
 def children_running(pid: int, module: str) -> list[psutil.Process]:
     """Children of a process that run a module and are not on their way out."""
-    found = []
+    children = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):
             if module in child.cmdline():
-                found.append(child)
-    return found
+                children.append(child)
+    return children
 
 
 def has_ended(process: psutil.Process) -> bool:

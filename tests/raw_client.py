@@ -33,16 +33,7 @@ Received = tuple[Header, Message, tuple[int, ...]]
 
 
 class RawConnection:
-    """One connection to the broker or to a lane.
-
-    Attributes:
-        channel: its end here.
-        notices: those that came while a reply was awaited.
-
-    Raises:
-        OSError: it cannot be had.
-        EOFError: the other end has closed it already.
-    """
+    """One connection to the broker or to a lane; `notices` came while a reply was awaited."""
 
     def __init__(self, path: Path | str) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -62,15 +53,8 @@ class RawConnection:
         """Return the descriptor, for polling."""
         return self.channel.fileno()
 
-    # ------------------------------------------------------------------- send
-
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message of any bytes, in full.
-
-        Raises:
-            EOFError: the other end is gone.
-            TimeoutError: it does not read.
-        """
+        """Send a message of any bytes, in full; EOFError or TimeoutError where that cannot be."""
         end = time.monotonic() + PATIENCE
         self.channel.send(frame, fds)
         while not self.channel.flush():
@@ -96,15 +80,8 @@ class RawConnection:
         self.send(WIRE.encode(message, self.request_id), fds)
         return self.request_id
 
-    # ---------------------------------------------------------------- receive
-
     def receive(self, seconds: float = PATIENCE) -> Received:
-        """Return the next message, reply or notice.
-
-        Raises:
-            EOFError: the other end has closed the connection.
-            TimeoutError: there is none.
-        """
+        """Return the next message, reply or notice; EOFError where the other end has closed."""
         end = time.monotonic() + seconds
         while not self._arrived:
             received = self.channel.receive()
@@ -145,16 +122,16 @@ class RawConnection:
     def hung_up(self, seconds: float = PATIENCE) -> bool:
         """Whether the other end closes the connection; messages before that are kept."""
         end = time.monotonic() + seconds
-        kept: list[Received] = []
+        arrived: list[Received] = []
         try:
             while True:
-                kept.append(self.receive(end - time.monotonic()))
+                arrived.append(self.receive(end - time.monotonic()))
         except EOFError:
             return True
         except TimeoutError:
             return False
         finally:
-            self._arrived.extend(kept)
+            self._arrived.extend(arrived)
 
     def error_at_the_end(self) -> Error | None:
         """Wait for the end; return the error that says why, None where there is none."""
@@ -191,16 +168,9 @@ class RawClient(RawConnection):
         self, kind: str = "scheduler", engine: str = "raw", protocol: int = PROTOCOL_VERSION
     ) -> Message:
         """The handshake; return its reply."""
-        return self.ask(
-            Hello(
-                kind=kind,  # type: ignore[arg-type]
-                engine=engine,
-                pid=os.getpid(),
-                protocol_min=protocol,
-                protocol_max=protocol,
-                client="raw",
-            )
-        )
+        versions = {"protocol_min": protocol, "protocol_max": protocol}
+        hello = Hello(kind=kind, engine=engine, pid=os.getpid(), client="raw", **versions)  # type: ignore[arg-type]
+        return self.ask(hello)
 
     def register(self, message: Register, fds: Sequence[int]) -> Message:
         """Send a registration with its descriptors, which are closed here; return the reply."""
@@ -212,8 +182,7 @@ class RawClient(RawConnection):
     def join_lane(self, lane_up: LaneUp) -> RawConnection:
         """Return a connection to a lane for this worker's jobs."""
         lane = RawConnection(lane_up.endpoint.removeprefix("ipc://"))
-        reply = lane.ask(Join(token=lane_up.token))
-        assert reply == Ok()
+        assert lane.ask(Join(token=lane_up.token)) == Ok()
         return lane
 
 

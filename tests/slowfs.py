@@ -21,7 +21,6 @@ _IN = struct.Struct("<IIQQIIIHH")  # linux/fuse.h: fuse_in_header
 _OUT = struct.Struct("<IiQ")  # fuse_out_header
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _RELEASE, _FLUSH, _INIT = 1, 2, 3, 14, 18, 25, 26
 _INTERRUPT, _BATCH_FORGET = 36, 42
-_NAMES = {_GETATTR: "getattr", _FLUSH: "flush", _RELEASE: "release"}
 _ENOSYS = 38
 _ROOT, _FILE = 1, 2
 _MNT_FORCE, _MNT_DETACH = 1, 2
@@ -34,17 +33,12 @@ def _attributes(node: int) -> bytes:
 
 
 class SlowFilesystem:
-    """The file system; mounted while it lives.
-
-    Attributes:
-        file: its file.
-        asked: which thread asked for what, of the file.
-    """
+    """The file system, mounted while it lives; `asked` are the threads that asked for its file."""
 
     def __init__(self, folder: Path, fuse: int) -> None:
         self.file = folder / "file"
         self._folder = folder
-        self.asked: list[tuple[int, str]] = []
+        self.asked: set[int] = set()
         self._fuse = fuse
         self._quick = {os.getpid()}
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -53,7 +47,7 @@ class SlowFilesystem:
     def waiting(self, pid: int) -> int:
         """How many threads of a process wait for an answer."""
         threads = {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()}
-        return len(threads & {thread for thread, _ in self.asked})
+        return len(threads & self.asked)
 
     def _serve(self) -> None:
         while True:
@@ -62,8 +56,8 @@ class SlowFilesystem:
             except OSError:  # given up
                 return
             _, kind, unique, node, _, _, pid, _, _ = _IN.unpack_from(request)
-            if node == _FILE and kind in _NAMES:
-                self.asked.append((pid, _NAMES[kind]))
+            if node == _FILE and kind in (_GETATTR, _FLUSH, _RELEASE):
+                self.asked.add(pid)
             if kind in (_FORGET, _BATCH_FORGET, _INTERRUPT):
                 continue
             if node == _FILE and kind in (_GETATTR, _FLUSH) and pid not in self._quick:
@@ -89,9 +83,6 @@ class SlowFilesystem:
         if kind in (_FLUSH, _RELEASE):
             return 0, b""
         return _ENOSYS, b""
-
-    def __repr__(self) -> str:
-        return f"<SlowFilesystem {self.file}, {len(self.asked)} questions>"
 
 
 @contextmanager

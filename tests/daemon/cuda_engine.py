@@ -3,9 +3,9 @@
 Handles do not open at home.
 """
 
+import itertools
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,14 +49,7 @@ GAP = 512
 class Rank:
     """The rank, for `Asked`. Blocks are those of `make_layout`, both storages in one allocation.
 
-    Args:
-        runtime_dir: the daemon's.
-        engine: the engine's name.
-        rank: from 0.
-        world_size: how many there are.
-        kind: of its memory: "ipc", "vmm" (exportable) or "closed" (not exportable).
-        device: ordinal of its device.
-        page: bytes of a block's part of each tensor.
+    Its memory is "ipc", "vmm" (exportable) or "closed" (not exportable).
     """
 
     def __init__(
@@ -84,11 +77,8 @@ class Rank:
 
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""
-        memory = self._share()
-        fingerprint, seconds = (
-            Fingerprint(model="model"),
-            0.8 * PATIENCE,
-        )  # less than its caller waits
+        memory, fingerprint = self._share(), Fingerprint(model="model")
+        seconds = 0.8 * PATIENCE  # less than its caller waits
         self.worker.register(memory, self._layout, fingerprint, required=True, timeout=seconds)
         for part in memory:
             part.close()
@@ -101,17 +91,14 @@ class Rank:
     def sleep(self) -> None:
         """Take the memory back and free it, as an engine does that sleeps."""
         assert self.worker.unregister()
-        self._virtual.unmap()
+        assert isinstance(self._memory, cudatensor.VirtualMemory)
+        self._memory.unmap()
 
     def wake_up(self) -> None:
         """Other memory at the same addresses, registered."""
-        self._virtual.map()
-        self.register()
-
-    @property
-    def _virtual(self) -> cudatensor.VirtualMemory:
         assert isinstance(self._memory, cudatensor.VirtualMemory)
-        return self._memory
+        self._memory.map()
+        self.register()
 
     def wait_served_by(self, pid: int) -> None:
         """Until its session is one with the daemon that is this process."""
@@ -121,38 +108,36 @@ class Rank:
 
     def fill(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Write the keys' content into blocks, now."""
-        for key, inside, block in _places(keys, blocks):
-            for tensor in range(TENSORS):
-                self._put(tensor, block, self._wanted(key, tensor, inside))
+        for page, expected in self._pages(keys, blocks):
+            page.write(expected.tobytes())
+        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks, now."""
-        for block in blocks:
-            for tensor in range(TENSORS):
-                self._put(tensor, block, np.full(self._page(tensor), POISON, np.uint8))
-
-    def compute(self, value: int, blocks: Sequence[int]) -> None:
-        """Put on the stream: kernels that set every byte of blocks."""
-        for block in blocks:
-            for tensor in range(TENSORS):
-                at, page = self._address(tensor, block), self._page(tensor)
-                cudatensor.call("cuMemsetD8Async", at, value, page, self._stream)
+        for tensor, block in itertools.product(range(TENSORS), blocks):
+            page = self._page(tensor, block)
+            page.write(bytes([POISON]) * page.nbytes)
+        cudatensor.call("cuStreamSynchronize", 0)
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not the keys' content."""
         return sum(
-            int((self._get(tensor, block) != self._wanted(key, tensor, inside)).sum())
-            for key, inside, block in _places(keys, blocks)
-            for tensor in range(TENSORS)
+            int((np.frombuffer(page.read(), np.uint8) != expected).sum())
+            for page, expected in self._pages(keys, blocks)
         )
 
-    def values(self, blocks: Sequence[int]) -> set[int]:
-        """The different bytes that there are in blocks."""
-        found: set[int] = set()
-        for block in blocks:
-            for tensor in range(TENSORS):
-                found |= set(np.unique(self._get(tensor, block)).tolist())
-        return found
+    def _pages(
+        self, keys: Sequence[bytes], blocks: Sequence[int]
+    ) -> Iterator[tuple[cudatensor.DeviceBytes, npt.NDArray[np.uint8]]]:
+        """Every page of these blocks, and what it is to hold."""
+        factor = len(blocks) // len(keys)
+        for tensor, (at, block) in itertools.product(range(TENSORS), enumerate(blocks)):
+            page = self._page(tensor, block)
+            yield page, content(keys[at // factor], self._rank, tensor, at % factor, page.nbytes)
+
+    def _page(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
+        nbytes = self._layout.tensors[tensor].page_bytes
+        return cudatensor.DeviceBytes(self._storages[tensor] + block * nbytes, nbytes)
 
     def submit(
         self,
@@ -179,22 +164,15 @@ class Rank:
         for job in jobs:
             self.submit(kind, job, blocks, slots, generations)
 
-    def finished(self) -> list[int]:
-        """Jobs that have ended since the last call."""
-        ended = self.worker.get_finished()
-        self._results |= {result.job_id: result for result in ended}
-        return sorted(self._results)
-
     def result(self, job: int) -> JobResult:
         """Wait for a job's end."""
-        end = time.monotonic() + PATIENCE
-        while job not in self.finished():
-            assert time.monotonic() < end, f"job {job} does not end"
-            time.sleep(0.002)
-        result: JobResult = self._results.pop(job)
-        return result
 
-    # -------------------------------------------------------------- driver
+        def ended() -> bool:
+            self._results |= {result.job_id: result for result in self.worker.get_finished()}
+            return job in self._results
+
+        eventually(ended)
+        return self._results.pop(job)
 
     def _make_storages(self, kind: str, device: int) -> list[int]:
         """Their addresses; with gaps, in one allocation, or the first of them in two."""
@@ -209,11 +187,11 @@ class Rank:
                 segment, segments=2, kinds=cudatensor.POSIX_FD if kind == "vmm" else None
             )
             base = self._memory.address + segment - self._layout.storages[0] // 2
-        found = []
+        addresses = []
         for size in self._layout.storages:
-            found.append(base + GAP)
+            addresses.append(base + GAP)
             base += size + GAP
-        return found
+        return addresses
 
     def _share(self) -> Sequence[DeviceMemory]:
         """The storages as memory to register."""
@@ -222,37 +200,10 @@ class Rank:
             for address, size in zip(self._storages, self._layout.storages, strict=True)
         ]
 
-    def _page(self, tensor: int) -> int:
-        return self._layout.tensors[tensor].page_bytes
-
-    def _address(self, tensor: int, block: int) -> int:
-        return self._storages[tensor] + block * self._page(tensor)
-
-    def _wanted(self, key: bytes, tensor: int, inside: int) -> npt.NDArray[np.uint8]:
-        return content(key, self._rank, tensor, inside, self._page(tensor))
-
-    def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
-        self._bytes(tensor, block).write(data.tobytes())
-        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
-
-    def _get(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._bytes(tensor, block).read(), np.uint8)
-
-    def _bytes(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
-        return cudatensor.DeviceBytes(self._address(tensor, block), self._page(tensor))
-
-
-def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, int, int]]:
-    factor = len(blocks) // len(keys)
-    return [(keys[at // factor], at % factor, block) for at, block in enumerate(blocks)]
-
 
 @dataclass
 class CudaEngine:
-    """A scheduler here, ranks in processes of their own with memory on one device.
-
-    device: its ordinal.
-    """
+    """A scheduler here, ranks in processes of their own with memory on one device."""
 
     runtime_dir: Path
     name: str = "engine"
@@ -332,9 +283,9 @@ class CudaEngine:
 
     def load(self, keys: list[bytes], first_block: int = 33) -> int:
         """Poison other blocks and load there; wrong bytes of all ranks."""
-        wrong = self.try_load(keys, first_block)
-        assert wrong is not None
-        return wrong
+        wrong_bytes = self.try_load(keys, first_block)
+        assert wrong_bytes is not None
+        return wrong_bytes
 
     def try_load(self, keys: list[bytes], first_block: int = 33) -> int | None:
         """The same; None where a job failed, as while a rank does not know of its new lane yet."""
@@ -347,8 +298,10 @@ class CudaEngine:
         self.scheduler.complete_load(ticket)
         if not succeeded:
             return None
-        wrong: int = sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
-        return wrong
+        wrong_bytes: int = sum(
+            rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values()
+        )
+        return wrong_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -371,16 +324,19 @@ def blocks_of(keys: Sequence[bytes], first: int) -> list[int]:
     return list(range(first, first + len(keys) * FACTOR))
 
 
+def cuda_lanes(daemon: Daemon) -> list[dict[str, Any]]:
+    """The status of the CUDA lanes."""
+    return [lane for lane in daemon.status()["lanes"] if lane["device"] != "host"]
+
+
 def lane_of(daemon: Daemon) -> dict[str, Any]:
     """The status of the only CUDA lane."""
-    found = [lane for lane in daemon.status()["lanes"] if lane["device"] != "host"]
-    assert len(found) == 1, found
-    lane: dict[str, Any] = found[0]
+    (lane,) = cuda_lanes(daemon)
     return lane
 
 
-def wait_lane(daemon: Daemon, **wanted: object) -> dict[str, Any]:
+def wait_lane(daemon: Daemon, **status: object) -> dict[str, Any]:
     """Until the CUDA lane's status, its counters among it, is as given."""
     return eventually(
-        lambda: lane_of(daemon), lambda lane: wanted.items() <= {**lane["counters"], **lane}.items()
+        lambda: lane_of(daemon), lambda lane: status.items() <= {**lane["counters"], **lane}.items()
     )

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,6 @@ class Engine:
     deadline: float = DEADLINE
     steps: bool = False
     events: bool = False
-    temporary: bool = False
     counts_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -83,8 +82,7 @@ class Engine:
         self.workers: dict[int, Worker] = {}
         self.memory: dict[int, list[HostMemory]] = {}
         self.job = 0
-        ranks = range(self.world_size) if self.ranks is None else self.ranks
-        for rank in ranks:
+        for rank in range(self.world_size) if self.ranks is None else self.ranks:
             self.add(rank)
 
     def add(self, rank: int) -> None:
@@ -93,19 +91,10 @@ class Engine:
             self.runtime_dir, self.name, rank, self.world_size, deadline=self.deadline
         )
         self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
-        worker.register(
-            self.memory[rank],
-            self.layout,
-            Fingerprint(model=self.model),
-            temporary=self.temporary,
-        )
+        worker.register(self.memory[rank], self.layout, Fingerprint(model=self.model))
 
     def wait_attached(self, to: Daemon | None = None) -> Self:
-        """Until every rank is there.
-
-        to: the daemon that serves now, where another one did: that it has ended, each session
-            notices by itself, and until then it is attached to the old one.
-        """
+        """Until every rank is attached; `to` this daemon, where another one served before."""
         if to is not None:
             pid = to.status()["pid"]
             wait_served_by(self.scheduler, pid)
@@ -124,11 +113,15 @@ class Engine:
         ]
         return array
 
+    def blocks_of(self, keys: Sequence[bytes], first_block: int) -> list[int]:
+        """Blocks for these keys."""
+        return list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
+
     def fill(self, keys: Sequence[bytes], first_block: int, group: int = 0) -> list[int]:
         """Compute: write the keys' content into blocks from `first_block` on; the block ids."""
-        blocks = list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
-        for page, wanted in self._pages(keys, blocks, group):
-            page[:] = wanted
+        blocks = self.blocks_of(keys, first_block)
+        for page, expected in self._pages(keys, blocks, group):
+            page[:] = expected
         return blocks
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -141,7 +134,7 @@ class Engine:
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> int:
         """Bytes of blocks that are not the keys' content."""
         pages = self._pages(keys, blocks, group)
-        return sum(int((page != wanted).sum()) for page, wanted in pages)
+        return sum(int((page != expected).sum()) for page, expected in pages)
 
     def _pages(
         self, keys: Sequence[bytes], blocks: Sequence[int], group: int
@@ -151,10 +144,10 @@ class Engine:
         for at, block in enumerate(blocks):
             key, inside = keys[at // factor], at % factor
             for rank in self.workers:
-                who = 0 if self.layout.replicated else rank
+                owner = 0 if self.layout.replicated else rank
                 for ref in self.layout.groups[group].refs:
-                    wanted = content(key, who, ref.tensor, inside, ref.page_bytes)
-                    yield self.page(rank, ref.tensor, block), wanted
+                    expected = content(key, owner, ref.tensor, inside, ref.page_bytes)
+                    yield self.page(rank, ref.tensor, block), expected
 
     def submit(
         self,
@@ -177,14 +170,27 @@ class Engine:
             jobs[rank] = self.job
         return jobs
 
-    def results(self, jobs: dict[int, int], timeout: float = PATIENCE) -> dict[int, JobResult]:
+    def results(self, jobs: dict[int, int]) -> dict[int, JobResult]:
         """Wait for the jobs; each rank's result."""
-        found = {}
+        results = {}
         for rank, job in jobs.items():
-            assert not self.workers[rank].wait([job], timeout)
+            assert not self.workers[rank].wait([job], PATIENCE)
             by_id = {result.job_id: result for result in self.workers[rank].get_finished()}
-            found[rank] = by_id[job]
-        return found
+            results[rank] = by_id[job]
+        return results
+
+    def moves(
+        self,
+        kind: str,
+        blocks: Sequence[int],
+        slots: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+        group: int = 0,
+        index: int = 0,
+    ) -> bool:
+        """Whether a job of every rank succeeds."""
+        jobs = self.submit(kind, list(self.workers), blocks, slots, generations, group, index)
+        return all(result.success for result in self.results(jobs).values())
 
     def begin(
         self, keys: Sequence[bytes], blocks: Sequence[tuple[int, int]] | None = None
@@ -204,13 +210,15 @@ class Engine:
     ) -> list[bytes]:
         """Fill, store by every rank, end the step, complete; the keys accepted.
 
-        Each rank `must` succeed. Where the pool has to evict for them, slots come by and by.
+        Each rank `must` succeed. Where the pool has to evict for them, slots come by and by. More
+        keys than there are blocks are stored one part after another.
         """
-        stored: list[bytes] = []
-        rest = list(keys)
+        accepted: list[bytes] = []
+        rest, room = list(keys), self._room(first_block)
         while rest:
-            described = None if describe is None else [describe(key) for key in rest]
-            ticket = self.scheduler.prepare_store(rest, descriptions=described)
+            batch, rest = rest[:room], rest[room:]
+            described = None if describe is None else [describe(key) for key in batch]
+            ticket = self.scheduler.prepare_store(batch, descriptions=described)
             if ticket.keys:
                 blocks = self.fill(ticket.keys, first_block, group)
                 jobs = self.submit(
@@ -220,19 +228,34 @@ class Engine:
                 results = self.results(jobs)
                 assert not must or all(result.success for result in results.values()), results
                 self.scheduler.complete_store(ticket)
-                stored += ticket.keys
-            rest = list(itertools.compress(rest, map(StoreAnswer.FULL.__eq__, ticket.answers)))
-            if rest and not must:
+                accepted += ticket.keys
+            refused = list(itertools.compress(batch, map(StoreAnswer.FULL.__eq__, ticket.answers)))
+            if refused and not must:
                 break
-            if rest:
+            if refused:
                 lend(self.scheduler, 1)
-        return stored
+            rest = refused + rest
+        return accepted
+
+    def _room(self, first_block: int) -> int:
+        return (self.layout.num_blocks - first_block) // self.layout.blocks_per_chunk
+
+    def stored(self, name: str, count: int) -> list[bytes]:
+        """Store so many chunks of `keys_of` and wait until they are READY; their keys."""
+        keys = keys_of(name, count)
+        self.store(keys)
+        wait_hit(self, keys)
+        return keys
 
     def load(self, keys: Sequence[bytes], first_block: int = 33, group: int = 0) -> tuple[int, int]:
         """Poison, load by every rank; (chunks found, wrong bytes among the successful loads)."""
+        room = self._room(first_block)
+        if len(keys) > room:
+            first = self.load(keys[:room], first_block, group)
+            rest = self.load(keys[room:], first_block, group)
+            return first[0] + rest[0], first[1] + rest[1]
         ticket = self.scheduler.prepare_load(keys)
-        factor = self.layout.blocks_per_chunk
-        blocks = list(range(first_block, first_block + len(ticket.keys) * factor))
+        blocks = self.blocks_of(ticket.keys, first_block)
         self.poison(blocks)
         if not ticket.keys:
             return 0, 0
@@ -261,6 +284,11 @@ class Engine:
         self.close()
 
 
+def engine_of(daemon: Daemon, name: str = "engine", **settings: Any) -> Engine:
+    """An engine of one rank that is attached."""
+    return Engine(daemon.runtime_dir, name, 1, **settings).wait_attached()
+
+
 def lend(scheduler: Scheduler, slots: int) -> None:
     """Wait until so many slots are at hand, which the daemon must lend sooner or later."""
     eventually(lambda: scheduler.reserve(slots, PATIENCE), lambda lent: lent >= slots)
@@ -268,7 +296,7 @@ def lend(scheduler: Scheduler, slots: int) -> None:
 
 def wait_served_by(client: Scheduler | Worker, pid: int) -> None:
     """Until its session is one with the daemon that is this process."""
-    eventually(lambda: client._connection, lambda found: found and found.pid == pid)
+    eventually(lambda: client._connection, lambda session: session and session.pid == pid)
 
 
 def keys_of(name: str, count: int) -> list[bytes]:
@@ -292,11 +320,11 @@ def described(key: bytes) -> Description:
 
 def read_descriptions(scheduler: Scheduler, keys: Sequence[bytes]) -> list[Description | None]:
     """What a scheduler reads of chunks; None of those that are not there."""
-    there = scheduler._attachments.current
-    assert there is not None
-    assert there.descriptions is not None
-    entries = [there.directory.entry(key) for key in keys]
-    return [entry and there.descriptions.read(entry[0], entry[1]) for entry in entries]
+    attachment = scheduler._attachments.current
+    assert attachment is not None
+    assert attachment.descriptions is not None
+    entries = [attachment.directory.entry(key) for key in keys]
+    return [entry and attachment.descriptions.read(entry[0], entry[1]) for entry in entries]
 
 
 def wait_hit(engine: Engine, keys: list[bytes]) -> None:

@@ -16,7 +16,7 @@ def texts_of(daemon: Daemon, http: httpx.Client) -> list[str]:
     """Status, metrics, probes, page, events and log."""
     texts = [json.dumps(daemon.status())]
     for path in PAGES:
-        answer = eventually(partial(http.get, path), lambda told: told.status_code == 200)
+        answer = eventually(partial(http.get, path), lambda response: response.status_code == 200)
         texts.append(answer.text)
     with http.stream("GET", "/events") as events:
         texts.append(next(events.iter_text()))

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,18 +44,9 @@ class Daemon:
     runtime_dir: Path
     process: subprocess.Popen[str]
     log: Path
-    extra: list[str] = field(default_factory=list)
 
-    def status(self, wait: float = 0.0) -> dict[str, Any]:
-        """Its status as soon as it has one, or within `wait` seconds from then once it is ready."""
-        report = self._report()
-        end = time.monotonic() + wait
-        while not report["ready"] and time.monotonic() < end:
-            time.sleep(PAUSE)
-            report = self._report()
-        return report
-
-    def _report(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
+        """Its status as soon as it has one; fails with its log otherwise."""
         end = time.monotonic() + PATIENCE
         while True:
             try:
@@ -67,8 +59,10 @@ class Daemon:
 
     def wait_ready(self) -> dict[str, Any]:
         """The status once ready; fails with the daemon's log otherwise."""
-        report = self.status(wait=PATIENCE)
-        assert report["ready"], self.log.read_text()
+        end = time.monotonic() + PATIENCE
+        while not (report := self.status())["ready"]:
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(PAUSE)
         return report
 
     def wait_log(self, text: str) -> str:
@@ -140,25 +134,24 @@ def daemon_left_clean(*extra: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]
     ):
         daemon = start(*extra, cpu_bytes=cpu_bytes)
         yield daemon
-        eventually(lambda: _left_behind(daemon), lambda found: found == {})
+        eventually(lambda: _left_behind(daemon), lambda left: left == {})
 
 
 def left_over(report: dict[str, Any]) -> dict[str, int]:
-    """What nobody holds or waits for in a daemon at rest: chunks by state, leases, jobs."""
-    left = {"leases": report["leases"]}
+    """What a daemon at rest does not have: chunks by state, leases, jobs."""
+    left = Counter(leases=report["leases"])
     for namespace in report["namespaces"]:
-        for state in ("pinned", "doomed", "writing", "draining"):
-            left[state] = left.get(state, 0) + namespace["chunks"][state]
+        chunks = namespace["chunks"]
+        left.update({name: chunks[name] for name in ("pinned", "doomed", "writing", "draining")})
     for lane in report["lanes"]:
-        for name in ("queued_jobs", "bytes_in_flight"):
-            left[name] = left.get(name, 0) + lane[name]
+        left.update({name: lane[name] for name in ("queued_jobs", "bytes_in_flight")})
     return {name: value for name, value in left.items() if value}
 
 
 def _left_behind(daemon: Daemon) -> dict[str, object]:
-    """What a daemon that nobody uses does not have."""
+    """What a daemon that is not used does not have."""
     report = daemon.status()
-    found: dict[str, object] = {
+    left: dict[str, object] = {
         **left_over(report),
         "not ready": [check for check in report["checks"] if not check["ok"]],
         "engines": report["engines"],
@@ -166,14 +159,14 @@ def _left_behind(daemon: Daemon) -> dict[str, object]:
         "sessions": max(0, report["sessions"]["open"] - 2),
         "lanes lost": sum(lane["counters"]["restarts"] for lane in report["lanes"]),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in left.items() if value}
 
 
 def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
     """Ask until the namespace's chunks by state are as given."""
     return eventually(
         lambda: daemon.status()["namespaces"][0]["chunks"],
-        lambda found: all(found[name] == value for name, value in chunks.items()),
+        lambda states: all(states[name] == value for name, value in chunks.items()),
     )
 
 

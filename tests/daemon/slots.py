@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import numpy.typing as npt
 from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import Attached
+from tests.daemon.engines import Engine
+from tests.daemon.serving import Daemon
 from tests.raw_client import RawClient
+from tests.waiting import eventually
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,22 @@ def slots_of(runtime_dir: Path, engine: str) -> Slots | None:
         os.close(fd)
 
 
+def wait_slots(
+    daemon: Daemon, engine: str = "engine", *, at_hand: Sequence[Engine] = (), **states: int
+) -> None:
+    """Until so many slots are in these states, all others FREE, and those at hand on loan."""
+    expected = {SlotState[name.upper()]: count for name, count in states.items()}
+
+    def so(slots: Slots | None) -> bool:
+        if slots is None:
+            return False
+        used = {state: n for state, n in slots.states.items() if n and state != SlotState.FREE}
+        lent = sum(one.scheduler.reserve(0, 0.0) for one in at_hand)
+        return used == expected and len(slots.loans) == lent
+
+    eventually(lambda: slots_of(daemon.runtime_dir, engine), so)
+
+
 def directory_fd(runtime_dir: Path, engine: str) -> int | None:
     """A descriptor of the directory of an attached engine; None where nobody is let in."""
     try:
@@ -64,9 +84,9 @@ def ready(directory: bytes) -> npt.NDArray[Any]:
     """
     table = _table(directory)
     floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
-    there = (table["state"] == SlotState.READY) & (table["generation"] > floor)
-    found: npt.NDArray[Any] = table[there & (table["key_len"] > 0)]
-    return found
+    is_ready = (table["state"] == SlotState.READY) & (table["generation"] > floor)
+    records: npt.NDArray[Any] = table[is_ready & (table["key_len"] > 0)]
+    return records
 
 
 def _table(directory: bytes) -> npt.NDArray[Any]:

@@ -1,29 +1,31 @@
 """Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
 
+import contextlib
 import select
 import signal
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd_client import LookupResult
 from tests.asked import Asked
-from tests.conftest import Daemon, StartDaemon, started_daemons
+from tests.conftest import Daemon, StartDaemon
 from tests.daemon.cuda_engine import (
     CudaEngine,
     Rank,
     blocks_of,
+    cuda_lanes,
     foreign_rank,
     lane_of,
     wait_lane,
 )
-from tests.daemon.cuda_lanes import Lanes, cuda_lanes, holders, in_copy, wait_next_lane
-from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, wait_hit
+from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of
 from tests.daemon.users import OTHER_UID, needs_root
-from tests.fakecuda.harness import calls
+from tests.fakecuda.harness import calls, write_control
 from tests.processes import kill_and_wait
 from tests.waiting import eventually
 
@@ -33,6 +35,30 @@ COMPUTED = 0x5A
 RANK_CHUNK_BYTES = FACTOR * TENSORS * PAGE
 # Pinned in two pieces; the arena of rank 0 is in the first, rank 1's in the second.
 POOL = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Daemons whose lanes obey switches of the test driver, and the calls that these made."""
+
+    start_daemon: StartDaemon
+    control: Path
+    log: Path
+
+    def start(self, *flags: str, **settings: Any) -> Daemon:
+        """A daemon; its ranks see nothing of the switches."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FAKECUDA_CONTROL", str(self.control))
+            patch.setenv("FAKECUDA_LOG", str(self.log))
+            return self.start_daemon(*flags, **settings)
+
+    def switch(self, text: str) -> None:
+        """Set `key=value`; read before the lane's next call of the driver."""
+        write_control(self.control, text)
+
+    def wait_hanging(self) -> None:
+        """Until a call of the driver hangs."""
+        eventually(lambda: "@hang" in calls(self.log))
 
 
 @pytest.fixture
@@ -46,14 +72,14 @@ def lanes(
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
     monkeypatch.setenv("FAKECUDA_SEED", "7")
     monkeypatch.delenv("FAKECUDA_LOG", raising=False)
-    found = Lanes(start_daemon, tmp_path / "lanes.switches", tmp_path / "lanes.calls")
-    found.log.touch()
-    return found
+    log = tmp_path / "lanes.calls"
+    log.touch()
+    return Lanes(start_daemon, tmp_path / "lanes.switches", log)
 
 
 @pytest.fixture
 def daemon(lanes: Lanes, request: pytest.FixtureRequest) -> Daemon:
-    """One of them."""
+    """A daemon on the test driver."""
     return lanes.start(*getattr(request, "param", ()))
 
 
@@ -61,22 +87,6 @@ HANGS = pytest.mark.parametrize(
     "daemon", [("--lane-timeout-seconds", "5")], indirect=True, ids=[""]
 )
 """Of tests with a lane that hangs: it is replaced soon."""
-
-
-@pytest.fixture(scope="module")
-def shared(fakecuda_folder: Path) -> Iterator[CudaEngine]:
-    """A registered engine of two ranks that no test kills a part of, with a daemon of its own."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        pytest.MonkeyPatch.context() as patch,
-        started_daemons(Path(path) / "run") as start,
-    ):
-        patch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
-        patch.setenv("FAKECUDA_SEED", "11")
-        patch.delenv("FAKECUDA_LOG", raising=False)
-        with CudaEngine(start().runtime_dir) as running:
-            running.register()
-            yield running
 
 
 @pytest.fixture
@@ -87,8 +97,23 @@ def engine(daemon: Daemon) -> Iterator[CudaEngine]:
         yield running
 
 
+def wait_next_lane(daemon: Daemon, pid: int, workers: int) -> None:
+    """Until another CUDA lane than that of this pid has so many workers."""
+    eventually(
+        lambda: lane_of(daemon), lambda lane: lane["pid"] != pid and lane["workers"] == workers
+    )
+
+
+def wait_in_copy(daemon: Daemon, nbytes: int = 1) -> None:
+    """Until the CUDA lane has so many bytes in flight."""
+    eventually(lambda: lane_of(daemon)["bytes_in_flight"] >= nbytes)
+
+
 def test_exported_memory_is_served_too(daemon: Daemon) -> None:
-    """Virtual memory travels as descriptors, of which one storage has two; its source stays."""
+    """Virtual memory travels as descriptors, of which one storage has two; its source stays.
+
+    An engine in host memory loads what a GPU's engine has stored: the layout counts, not where.
+    """
     with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
         device = engine.register()
         keys = keys_of("exported", 6)
@@ -98,12 +123,28 @@ def test_exported_memory_is_served_too(daemon: Daemon) -> None:
             assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
         lane = wait_lane(daemon, workers=2)
         assert (lane["device"], lane["up"], lane["counters"]["restarts"]) == (device, True, 0)
+        with Engine(daemon.runtime_dir, name="host-engine").wait_attached() as host:
+            assert host.load(keys) == (6, 0)
+
+
+def holders(files: set[int]) -> set[str]:
+    """Commands of the processes that have one of these files, by number, open or mapped."""
+    commands = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            inodes = {int(line.split()[4]) for line in (process / "maps").read_text().splitlines()}
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    inodes.add(descriptor.stat().st_ino)
+            if not files.isdisjoint(inodes):
+                commands.add((process / "cmdline").read_text())
+    return commands
 
 
 def test_an_engine_that_sleeps_has_its_memory_back_and_other_memory_when_it_wakes_up(
     daemon: Daemon,
 ) -> None:
-    """Nobody has what it was; the chunks stay, and stores and loads go to the new memory."""
+    """No process holds the old memory; the chunks stay, and later jobs use the new memory."""
     with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
         engine.register()
         keys, later = keys_of("asleep", 4), keys_of("awake", 4)
@@ -130,7 +171,7 @@ def test_a_lane_that_can_pin_nothing_says_so_and_the_engine_misses(lanes: Lanes)
     with CudaEngine(daemon.runtime_dir, world_size=1) as engine:
         for rank in engine.ranks.values():
             rank.ask("register")
-        lane = eventually(lambda: lane_of(daemon), lambda found: found["pin_error"])
+        lane = eventually(lambda: lane_of(daemon), lambda lane: lane["pin_error"])
         assert "CUDA_ERROR_OUT_OF_MEMORY" in lane["pin_error"]
         eventually(lambda: not engine.scheduler.attached)
 
@@ -155,15 +196,6 @@ def test_memory_of_another_user_has_descriptors(
         rank.close()
 
 
-def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
-    """What a GPU's engine stored, an engine in host memory loads: the layout counts, not where."""
-    keys = keys_of("both", 4)
-    shared.store(keys)
-    with Engine(shared.runtime_dir, name="host-engine").wait_attached() as host:
-        wait_hit(host, keys)
-        assert host.load(keys) == (4, 0)
-
-
 def test_a_worker_killed_in_a_copy_costs_nobody_else(
     engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
@@ -174,7 +206,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(
     ticket = engine.begin(keys_of("lost", 2))
     lanes.switch("hold=copies")
     engine.submit("store", ticket, blocks_of(ticket.keys, 20))
-    in_copy(daemon, 2 * RANK_CHUNK_BYTES * len(ticket.keys))  # of both ranks
+    wait_in_copy(daemon, 2 * RANK_CHUNK_BYTES * len(ticket.keys))  # of both ranks
     engine.ranks[1].kill()
     select.select([], [], [], 0.3)
     assert lane_of(daemon)["workers"] == 2  # it is still copied from
@@ -203,7 +235,7 @@ def test_a_lane_that_loses_its_device_or_hangs_or_is_killed_is_replaced(
     lanes.switch(trouble)
     job = engine.submit("load", ticket, blocks_of(keys, 33))
     if killed := trouble == "hold=copies":
-        in_copy(daemon)
+        wait_in_copy(daemon)
         kill_and_wait(pid)
     results = [rank.ask("result", job).success for rank in engine.ranks.values()]
     assert not (any(results) if killed else all(results))
@@ -229,14 +261,12 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         lanes.switch("hang=cuIpcCloseMemHandle:1")
         engine.ranks[1].kill()
         lanes.wait_hanging()
-        others = keys_of("host", 3)
-        host.store(others)
-        wait_hit(host, others)
+        others = host.stored("host", 3)
         assert host.load(others) == (3, 0)
         lanes.switch("hang=")
         wait_next_lane(daemon, pid, workers=1)
         engine.replace(1)
-        assert eventually(lambda: engine.try_load(keys), lambda wrong: wrong is not None) == 0
+        assert eventually(lambda: engine.try_load(keys), lambda nbytes: nbytes is not None) == 0
         (now,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
 
@@ -293,40 +323,30 @@ def test_one_lane_pins_at_a_time(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) 
         eventually(lambda: [lane["pinned_bytes"] > 0 for lane in cuda_lanes(daemon)] == [True] * 2)
 
 
-def test_a_device_that_the_daemon_does_not_see_is_refused(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+def test_a_device_or_driver_that_the_daemon_lacks_is_named_and_the_host_is_served(
+    daemon: Daemon,
+    fakecuda_folder: Path,
+    start_daemon: StartDaemon,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lane's own sentence reaches the worker; no lane is left, and the daemon is ready."""
+    """The lane's own sentence reaches the worker; no CUDA lane is left, and the daemon is ready."""
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    without_driver = start_daemon(where=daemon.runtime_dir.with_name("other"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
-    rank = Asked(partial(Rank, device=1), daemon.runtime_dir, "engine", 0, 1)
-    try:
-        with pytest.raises(RuntimeError, match="RegistrationError: no CUDA device has the UUID"):
+    for lacking, words in (
+        (daemon, "no CUDA device has the UUID"),
+        (without_driver, r".*libcuda\.so\.1"),
+    ):
+        rank = Asked(partial(Rank, device=1), lacking.runtime_dir, "engine", 0, 1)
+        with pytest.raises(RuntimeError, match=f"RegistrationError: {words}"):
             rank.ask("register")
-    finally:
         rank.close()
-    report = daemon.status()
-    assert report["ready"]
-    assert [lane["device"] for lane in report["lanes"]] == ["host"]
-
-
-def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
-    fakecuda_folder: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers in CUDA memory are told what is missing; those in host memory notice nothing."""
-    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    daemon = start_daemon()
-    with Engine(daemon.runtime_dir, name="host-engine").wait_attached() as host:
-        monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
-        rank = Asked(Rank, daemon.runtime_dir, "engine", 0, 1)
-        try:
-            with pytest.raises(RuntimeError, match=r"RegistrationError: .*libcuda\.so\.1"):
-                rank.ask("register")
-        finally:
-            rank.close()
-        keys = keys_of("host", 3)
-        host.store(keys)
-        wait_hit(host, keys)
-        assert host.load(keys) == (3, 0)
+        assert lacking.wait_ready()["lanes"][0]["device"] == "host"
+        assert not cuda_lanes(lacking)
+        with Engine(lacking.runtime_dir, name="host-engine").wait_attached() as host:
+            keys = host.stored("host", 3)
+            assert host.load(keys) == (3, 0)
 
 
 def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> None:
@@ -343,10 +363,35 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> Non
         wait_lane(second, workers=2, usable_bytes=POOL // 2)
         assert not second.status()["ready"]
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6
-        found = engine.scheduler.prepare_load(keys)
-        assert not engine.succeeded(engine.submit("load", found, blocks_of(keys, 33)))
-        engine.scheduler.complete_load(found)
+        ticket = engine.scheduler.prepare_load(keys)
+        assert not engine.succeeded(engine.submit("load", ticket, blocks_of(keys, 33)))
+        engine.scheduler.complete_load(ticket)
         lanes.switch("unhang=")
         wait_lane(second, usable_bytes=POOL)
         assert engine.load(keys) == 0
         assert second.wait_ready()["namespaces"][0]["counters"]["restored"] == 6
+
+
+def test_a_lane_ends_without_engines_and_comes_back_for_the_next(lanes: Lanes) -> None:
+    """Its end unpins the pool and is no error; the next engine finds its chunks."""
+    daemon = lanes.start("--lane-idle-seconds", "0.3")
+    keys = keys_of("kept", 4)
+    with CudaEngine(daemon.runtime_dir) as engine:
+        engine.register()
+        engine.store(keys)
+        eventually(lambda: lane_of(daemon)["pinned_bytes"])
+        first = lane_of(daemon)["pid"]
+    daemon.wait_log("has ended: no engine for 0.3 s")
+    assert not cuda_lanes(daemon)
+    with CudaEngine(daemon.runtime_dir, name="next") as engine:
+        engine.register()
+        daemon.wait_ready()  # its arenas are pinned again
+        assert engine.load(keys) == 0
+        lane = wait_lane(daemon, workers=2)
+        assert (lane["pid"] != first, lane["counters"]["restarts"]) == (True, 0)
+        eventually(lambda: lane_of(daemon)["pinned_bytes"])
+        assert daemon.stop() == 0
+    log = daemon.log.read_text()
+    assert "[error" not in log
+    assert "is killed" not in log
+    assert "is lost" not in log

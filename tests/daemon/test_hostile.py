@@ -1,42 +1,43 @@
-"""Bytes that no honest client sends: one clear error each, and no other session is disturbed."""
+"""What no honest client sends: one clear error each, and no other session is disturbed."""
 
 import gc
 import mmap
 import os
+import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvd.wire.listener import MAX_STUCK, closes_at_once
 from kvd_client.memory import sealed_file
+from kvd_proto.channel import close_all
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import (
+    PROTOCOL_VERSION,
     Attached,
-    Detached,
     Error,
     ErrorCode,
-    Message,
-    Ok,
     Ping,
     Pong,
-    Registered,
     Reset,
-    Status,
     Step,
-    Unregister,
     Welcome,
 )
 from kvd_proto.zmtp import frame_header
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
+from tests.daemon.engines import POISON, engine_of, keys_of, make_layout, wait_hit
 from tests.daemon.serving import wait_state
+from tests.daemon.users import as_user, needs_root
 from tests.descriptors import open_files
 from tests.layouts import flat_layout
-from tests.processes import frozen
-from tests.raw_client import RawClient, code_of, registration, text_of
-from tests.waiting import eventually
+from tests.processes import frozen, python
+from tests.raw_client import RawClient, RawConnection, code_of, registration, text_of
+from tests.slowfs import SlowFilesystem, slow_filesystem
+from tests.waiting import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -50,17 +51,12 @@ def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> N
     """Any body behind a readable header gets exactly one ERROR with that id."""
     client.hello()
     head, step = WIRE.encode(Ping(), 55)[:HEADER_BYTES], WIRE.encode(Step())[:8]
-
-    def refusal(frame: bytes) -> tuple[int, ErrorCode]:
+    unknown = head[:6] + b"\xff\x7f" + head[8:] + b"\x80"
+    bodies = (b"", b"\xc1", b"\x80\x80", b"\x81\xa4keys\x01", os.urandom(200))
+    for frame in (*(step + head[8:] + body for body in bodies), unknown):
         client.send(frame)
         request_id, reply = client.reply()
-        return request_id, code_of(reply)
-
-    for body in (b"", b"\xc1", b"\x80\x80", b"\x81\xa4keys\x01", os.urandom(200)):
-        assert refusal(step + head[8:] + body) == (55, ErrorCode.BAD_MESSAGE)
-    unknown, other_version = head[:6] + b"\xff\x7f" + head[8:], head[:4] + b"\x09\0" + head[6:]
-    assert refusal(unknown + b"\x80") == (55, ErrorCode.BAD_MESSAGE)
-    assert refusal(other_version + b"\x80") == (55, ErrorCode.BAD_VERSION)
+        assert (request_id, code_of(reply)) == (55, ErrorCode.BAD_MESSAGE)
     assert isinstance(client.ask(Ping()), Pong)
 
 
@@ -74,16 +70,14 @@ def test_frames_without_a_header_are_dropped(client: RawClient, shared_daemon: D
     client.hello()
     client.send(WIRE.encode(Step(), 7)[:HEADER_BYTES] + b"\xc1")
     client.reply()
-    pid, uid = os.getpid(), os.getuid()
     shared_daemon.wait_log("a message of engine raw ")
     log = shared_daemon.wait_log("cannot be read: Step: ")
-    assert log.count(f"(pid {pid}), uid {uid}, cannot be read: ") >= 6
+    assert log.count(f"(pid {os.getpid()}), uid {os.getuid()}, cannot be read: ") >= 6
 
 
 def test_the_handshake_is_enforced(client: RawClient) -> None:
-    """Nothing before HELLO, HELLO once, and only with a common version."""
+    """Nothing before HELLO, HELLO once; a scheduler whose engine is not served steps in vain."""
     assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.BAD_STATE
-    assert code_of(client.hello(protocol=9)) is ErrorCode.BAD_VERSION
     assert isinstance(client.hello(), Welcome)
     assert code_of(client.hello()) is ErrorCode.BAD_STATE
     assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.NOT_READY
@@ -91,100 +85,64 @@ def test_the_handshake_is_enforced(client: RawClient) -> None:
     assert code_of(client.ask(Pong(pid=1))) is ErrorCode.BAD_MESSAGE
 
 
-def test_a_tool_changes_nothing(client: RawClient) -> None:
-    """A session of kind tool may ask for the status and cannot store or register."""
-    client.hello(kind="tool")
-    assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.BAD_STATE
-    assert not isinstance(client.ask(Status()), Error)
+CLIENT = """
+import sys
+import kvd_proto.messages
+kvd_proto.messages.PROTOCOL_VERSION = int(sys.argv[2])
+from kvd_client import Scheduler
+from tests.waiting import eventually
+
+with Scheduler(sys.argv[1], "another version") as scheduler:
+    print(eventually(lambda: scheduler.wait_attached(0.1).why, lambda why: "version" in why))
+    print(scheduler.lookup(b"key").name)
+"""
 
 
-PART = b"\x01\x00"
-
-
-@pytest.mark.parametrize("data", [PART, b"\x08\x00", frame_header(MAX_MESSAGE_BYTES + 1)])
-def test_what_is_no_message_ends_that_session_only(
-    client: RawClient, shared_daemon: Daemon, data: bytes
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_both_sides_name_both_versions(
+    client: RawClient, shared_daemon: Daemon, version: int
 ) -> None:
-    """A part of a message, unknown flags and a size above the bound: it is told why."""
-    with RawClient(shared_daemon.runtime_dir) as other:
-        other.hello()
-        client.hello()
-        client.send_bytes(data)
-        assert code_of(client.error_at_the_end()) in {ErrorCode.LIMIT, ErrorCode.BAD_MESSAGE}
-        assert isinstance(other.ask(Ping()), Pong)
-
-
-@pytest.mark.parametrize("message", [Ping(), Step(), Detached(reason="x"), b"junk"])
-def test_descriptors_with_another_message_end_that_session(
-    client: RawClient, shared_daemon: Daemon, message: Message | bytes
-) -> None:
-    """They are closed, and what came before is answered."""
-    client.hello()
-    fd = sealed_file("kvd-test-misplaced", 4096)
-    request_id = client.request(Ping())
-    client.send(message if isinstance(message, bytes) else WIRE.encode(message, 7), [fd])
-    os.close(fd)
-    assert client.reply()[0] == request_id
-    assert code_of(client.error_at_the_end()) is ErrorCode.BAD_MESSAGE
-    eventually(lambda: held_by(shared_daemon, "kvd-test-misplaced") == 0)
-
-
-def test_descriptors_that_come_behind_their_message_end_that_session(
-    client: RawClient, shared_daemon: Daemon
-) -> None:
-    """Those of a registration in two parts are closed, and its memory is not mapped."""
-    client.hello(kind="worker")
-    frame = WIRE.encode(registration(), 7)
-    data = frame_header(len(frame)) + frame
-    fd = sealed_file("kvd-test-late", CONTROL_BYTES)
-    client.send_bytes(data[:20], [fd])
-    client.send_bytes(data[20:40], [fd])
-    os.close(fd)
-    assert "send all with the first" in text_of(client.error_at_the_end())
-    eventually(lambda: held_by(shared_daemon, "kvd-test-late") == 0)
-
-
-def test_a_registration_without_descriptors_is_refused(client: RawClient) -> None:
-    """With none, or with too few: an error that says how many are missing."""
-    client.hello(kind="worker")
-    few = [os.memfd_create("test"), os.memfd_create("test")]
-    for count, reply in (0, client.ask(registration())), (2, client.register(registration(), few)):
-        assert code_of(reply) is ErrorCode.BAD_LAYOUT
-        assert f"{count} descriptors came with the registration" in text_of(reply)
-        assert "name 3" in text_of(reply)
-    client.send(WIRE.encode(registration(), 7)[:-9])
+    """A Hello or a frame of another version gets `bad_version`; a client misses and says why."""
+    reply = client.hello(protocol=version)
+    assert code_of(reply) is ErrorCode.BAD_VERSION
+    assert f"protocol {version}..{version}, this daemon {PROTOCOL_VERSION};" in text_of(reply)
+    head = WIRE.encode(Ping(), 7)[:HEADER_BYTES]
+    client.send(head[:4] + version.to_bytes(2, "little") + head[6:] + b"\x81\xa3new\x01")
     request_id, reply = client.reply()
-    assert (request_id, code_of(reply)) == (7, ErrorCode.BAD_MESSAGE)
-    assert isinstance(client.ask(Ping()), Pong)
+    assert (request_id, code_of(reply)) == (7, ErrorCode.BAD_VERSION)
+    assert text_of(reply) == (
+        f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}; install"
+        " the same version of kvd on both"
+    )
+    assert isinstance(client.hello(), Welcome)
+    ended = python("-c", CLIENT, str(shared_daemon.runtime_dir), str(version))
+    assert not ended.returncode, ended.stderr
+    why, result = ended.stdout.splitlines()
+    text = f"the other side speaks protocol version {PROTOCOL_VERSION}, this side {version};"
+    assert f"refuses: {text}" in why
+    assert result == "MISS"
 
 
-def held_by(daemon: Daemon, name: str) -> int:
-    """How many descriptors of memory files of this name the broker has open."""
-    return list(open_files(daemon.process.pid).values()).count(f"/memfd:{name} (deleted)")
-
-
-def test_the_descriptors_of_a_second_registration_are_closed(
-    client: RawClient, shared_daemon: Daemon
+@pytest.mark.parametrize("where", ["broker", "lane-host-*"])
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x01\x00", "several parts"),
+        (b"\x08\x00", "flags"),
+        (frame_header(MAX_MESSAGE_BYTES + 1), "the limit is"),
+    ],
+    ids=["part of a message", "unknown flags", "too large"],
+)
+def test_what_is_no_message_ends_that_session_only(
+    client: RawClient, shared_daemon: Daemon, where: str, data: bytes, text: str
 ) -> None:
-    """It is refused, those of the first one stay until Unregister, and then none is left."""
-    client.hello(kind="worker")
-    sizes = (CONTROL_BYTES, *make_layout().storages)
-    for name, kind in (("kvd-test-first", Registered), ("kvd-test-second", Error)):
-        fds = [sealed_file(name, size) for size in sizes]
-        assert isinstance(client.register(registration(), fds), kind)
-    assert held_by(shared_daemon, "kvd-test-first") == 3
-    assert held_by(shared_daemon, "kvd-test-second") == 0
-    assert isinstance(client.ask(Unregister()), Ok)
-    eventually(lambda: held_by(shared_daemon, "kvd-test-first") == 0)
-
-
-def test_a_connection_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
-    """A socket is no memory: the session ends, and its own descriptor does not keep it open."""
-    client.hello()
-    client.request(registration(), [client.fileno()])
-    error = client.error_at_the_end()
-    assert code_of(error) is ErrorCode.BAD_LAYOUT
-    assert "descriptor 0" in text_of(error)
+    """Its sender is told why by the broker as by a lane; others are served."""
+    (path,) = shared_daemon.runtime_dir.glob(f"{where}.sock")
+    with RawConnection(path) as hostile:
+        hostile.send_bytes(data)
+        assert text in text_of(hostile.error_at_the_end())
+    assert isinstance(client.ask(Ping()), Pong)
+    assert shared_daemon.wait_ready()["lanes"][0]["counters"]["restarts"] == 0
 
 
 def loose(nbytes: int) -> int:
@@ -201,20 +159,7 @@ def on_tmpfs(nbytes: int) -> int:
         return os.dup(file.fileno())
 
 
-def test_a_worker_that_ends_while_it_registers_ends_nothing_else(shared_daemon: Daemon) -> None:
-    """Its connection is closed before a lane is asked to map its memory, which is let go."""
-    raw = RawClient(shared_daemon.runtime_dir)
-    raw.hello(kind="worker")
-    sizes = (CONTROL_BYTES, *make_layout().storages)
-    fds = [sealed_file("kvd-test-going", size) for size in sizes]
-    with frozen(shared_daemon.process.pid):
-        raw.request(registration(), fds)
-        raw.close()
-    for fd in fds:
-        os.close(fd)
-    with RawClient(shared_daemon.runtime_dir) as other:
-        assert isinstance(other.hello(), Welcome)
-    eventually(lambda: held_by(shared_daemon, "kvd-test-going") == 0)
+SIZES = (CONTROL_BYTES, *make_layout().storages)
 
 
 @pytest.mark.parametrize("make", [loose, on_tmpfs])
@@ -224,42 +169,56 @@ def test_memory_that_could_be_shortened_is_refused(
 ) -> None:
     """Be it the control page or a storage: the error says which one, and how to make it."""
     client.hello(kind="worker")
-    sizes = (CONTROL_BYTES, *make_layout().storages)
-    fds = [make(n) if i == which else sealed_file("test", n) for i, n in enumerate(sizes)]
+    fds = [make(n) if i == which else sealed_file("test", n) for i, n in enumerate(SIZES)]
     reply = client.register(registration(), fds)
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
-    assert f"descriptor {which}" in text_of(reply)
-    assert "could be shortened" in text_of(reply)
-    assert "F_ADD_SEALS, F_SEAL_SHRINK" in text_of(reply)
+    for words in (f"descriptor {which}", "could be shortened", "F_ADD_SEALS, F_SEAL_SHRINK"):
+        assert words in text_of(reply)
+
+
+def test_a_connection_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
+    """A socket is no memory: the session ends, and its own descriptor does not keep it open."""
+    client.hello()
+    client.request(registration(), [client.fileno()])
+    error = client.error_at_the_end()
+    assert code_of(error) is ErrorCode.BAD_LAYOUT
+    assert "descriptor 0" in text_of(error)
+
+
+def test_a_worker_that_ends_while_it_registers_ends_nothing_else(
+    client: RawClient, shared_daemon: Daemon
+) -> None:
+    """Its connection is closed before a lane is asked to map its memory, which is let go."""
+    worker, broker = RawClient(shared_daemon.runtime_dir), shared_daemon.process.pid
+    worker.hello(kind="worker")
+    fds = [sealed_file("kvd-test-going", size) for size in SIZES]
+    with frozen(broker):
+        worker.request(registration(), fds)
+        worker.close()
+    for fd in fds:
+        os.close(fd)
+    assert isinstance(client.hello(), Welcome)
+    eventually(lambda: "/memfd:kvd-test-going (deleted)" not in open_files(broker).values())
 
 
 def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
     """Slots that were never granted, of another engine or of another generation are refused."""
-    with (
-        Engine(daemon.runtime_dir, name="owner", world_size=1).wait_attached() as owner,
-        Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger,
-    ):
-        keys = keys_of("target", 2)
-        owner.store(keys)
-        wait_hit(owner, keys)
-        open_keys = keys_of("open", 2)
+    with engine_of(daemon, "owner") as owner, engine_of(daemon, "forger") as forger:
+        keys, open_keys = owner.stored("target", 2), keys_of("open", 2)
         ticket = owner.begin(open_keys)
         owner.fill(open_keys, 1)
         forger.poison(range(1, 5))
         ready = owner.scheduler.prepare_load(keys)
-        for slots, generations in (
-            (ticket.slots, ticket.generations),  # writing, but another engine's
-            (ready.slots, ready.generations),  # READY: may not be written
-            (ticket.slots + 50, ticket.generations),  # free
-            (ticket.slots + 10_000_000, ticket.generations),  # no slot at all
+        for kind, slots, generations in (
+            ("store", ticket.slots, ticket.generations),  # writing, but another engine's
+            ("store", ready.slots, ready.generations),  # READY: may not be written
+            ("store", ticket.slots + 50, ticket.generations),  # free
+            ("store", ticket.slots + 10_000_000, ticket.generations),  # no slot at all
+            ("load", ready.slots, ready.generations + 1),
+            ("load", ready.slots, ready.generations * 0),
+            ("load", ticket.slots, ticket.generations),
         ):
-            results = forger.results(forger.submit("store", [0], [1, 2, 3, 4], slots, generations))
-            assert not results[0].success
-        for generations in (ready.generations + 1, ready.generations * 0):
-            jobs = forger.submit("load", [0], [1, 2, 3, 4], ready.slots, generations)
-            assert not forger.results(jobs)[0].success
-        jobs = forger.submit("load", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
-        assert not forger.results(jobs)[0].success
+            assert not forger.moves(kind, [1, 2, 3, 4], slots, generations)
         assert (forger.page(0, 0, 1) == POISON).all()
         assert owner.load(keys) == (2, 0)
         owner.results(owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations))
@@ -270,14 +229,12 @@ def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
 def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
     """The descriptor is read-only, and so is every other way to the same memory."""
     gc.collect()  # tests before this one made directories in this process
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+    with engine_of(daemon) as engine:
         engine.store(keys_of("guarded", 1))
-        names = [fd for fd, file in open_files().items() if "kvd-directory" in file]
-        maps = Path("/proc/self/maps").read_text()
-        lines = [line for line in maps.splitlines() if "kvd-directory" in line]
-        assert lines
-        assert all(line.split()[1] == "r--s" for line in lines)
-        for name in names:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        modes = {line.split()[1] for line in lines if "kvd-directory" in line}
+        assert modes == {"r--s"}
+        for name in [fd for fd, file in open_files().items() if "kvd-directory" in file]:
             with pytest.raises(OSError, match=r"not permitted|Bad file|Permission"):
                 os.write(name, b"x")
         with RawClient(daemon.runtime_dir) as client:
@@ -294,10 +251,140 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
 def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:
     """A scheduler that dies with 20,000 chunks in writing: all are freed, and the lane lives."""
     daemon = start_daemon(cpu_bytes="96MiB")
-    layout = flat_layout(4096)
-    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+    with engine_of(daemon, layout=flat_layout(4096)) as engine:
         assert len(engine.begin(keys_of("many", 20_000))) == 20_000
         wait_state(daemon, writing=20_000)
         engine.scheduler.close()
         assert wait_state(daemon, writing=0, draining=0)
         assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowFilesystem]:
+    """A file system that answers this process only."""
+    with slow_filesystem(tmp_path / "slow") as mounted:
+        yield mounted
+
+
+@pytest.fixture
+def open_daemon(start_daemon: StartDaemon, runtime_dir: Path) -> Daemon:
+    """A daemon that other users come as far as."""
+    runtime_dir.parent.chmod(0o711)
+    return start_daemon()
+
+
+def other_user(daemon: Daemon) -> RawClient:
+    """A session of another user."""
+    with as_user():
+        client = RawClient(daemon.runtime_dir)
+    client.hello(kind="worker", engine="hostile")
+    return client
+
+
+def register(client: RawClient, slow: SlowFilesystem) -> None:
+    """Send its file as control page and memory."""
+    file = os.open(slow.file, os.O_RDWR)
+    client.request(registration(), [file, file])
+    os.close(file)
+
+
+def leave_unread(client: RawClient, slow: SlowFilesystem) -> None:
+    """Break the protocol, with such files behind."""
+    client.send_bytes(b"\x01\0")
+    register(client, slow)
+
+
+def is_held(daemon: Daemon, slow: SlowFilesystem, times: int = 1) -> bool:
+    """Whether so many threads of the daemon wait for the file system; never its main one."""
+    pid = daemon.process.pid
+    assert pid not in slow.asked
+    return slow.waiting(pid) == times
+
+
+@needs_root
+@pytest.mark.parametrize("attack", [register, leave_unread])
+def test_a_file_system_that_never_answers_delays_no_session(
+    open_daemon: Daemon, slow: SlowFilesystem, attack: Callable[[RawClient, SlowFilesystem], None]
+) -> None:
+    """Only a thread that closes its file waits; all sessions are served, new ones too."""
+    daemon = open_daemon
+    with engine_of(daemon) as engine:
+        keys = engine.stored("safe", 4)
+        with other_user(daemon) as client:
+            with frozen(daemon.process.pid):
+                attack(client, slow)
+            error = client.error_at_the_end()
+            assert attack is leave_unread or "descriptor 0 of the message" in text_of(error)
+            eventually(lambda: is_held(daemon, slow))
+            assert engine.load(keys) == (4, 0)
+            with engine_of(daemon, "late") as late:
+                assert late.load(keys) == (4, 0)
+        report = daemon.status()
+        assert report["lanes"][0]["counters"]["restarts"] == 0
+
+
+@needs_root
+def test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer(
+    open_daemon: Daemon, slow: SlowFilesystem
+) -> None:
+    """Others are served; the refusal says why."""
+    daemon = open_daemon
+    for times in range(1, MAX_STUCK + 1):
+        with other_user(daemon) as client:
+            register(client, slow)
+            assert client.hung_up()
+        eventually(lambda times=times: is_held(daemon, slow, times))  # type: ignore[misc]
+
+    def refusal() -> Error | None:
+        with as_user():
+            client = RawClient(daemon.runtime_dir)
+        with client:
+            return client.error_at_the_end() if client.hung_up(0.1) else None
+
+    error = eventually(refusal)
+    assert code_of(error) is ErrorCode.LIMIT
+    assert "threads wait to close files that processes of uid" in text_of(error)
+    with RawClient(daemon.runtime_dir) as another:
+        assert isinstance(another.hello(), Welcome)
+    slow.give_up()
+    eventually(lambda: refusal() is None)
+    with other_user(daemon) as client:
+        assert isinstance(client.ask(Ping()), Pong)
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
+def test_a_daemon_ends_when_the_file_system_answers_and_another_follows(
+    start_daemon: StartDaemon, open_daemon: Daemon, slow: SlowFilesystem, number: int
+) -> None:
+    """Its end may wait for that; nothing else does, and nothing of it is in the next one's way."""
+    daemon = open_daemon
+    with other_user(daemon) as client:
+        register(client, slow)
+        assert "neither a memory file" in text_of(client.error_at_the_end())
+        eventually(lambda: is_held(daemon, slow))
+        daemon.process.send_signal(number)
+        slow.give_up()
+        daemon.process.wait(PATIENCE)
+        following = start_daemon()
+        with engine_of(following) as engine:
+            assert engine.store(keys_of("again", 2))
+
+
+def test_only_files_of_the_kernel_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a descriptor is gets known without attributes, of which a file system would hear."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as shared:
+        memory = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
+    harmless = [*memory, os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
+    foreign = [*os.pipe(), socket.socket(socket.AF_UNIX).detach()]
+    foreign += [os.open(path, os.O_RDONLY) for path in (__file__, "/proc/self/maps", "/")]
+
+    def ask(*_: object, **__: object) -> None:
+        raise AssertionError("a file system is asked")
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "fstat", "lstat", "fstatvfs"):
+            patch.setattr(os, name, ask)
+        assert not any(map(closes_at_once, foreign))
+    assert all(map(closes_at_once, harmless))
+    close_all([*harmless, *foreign])

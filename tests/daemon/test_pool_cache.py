@@ -12,17 +12,12 @@ import torch
 from kvd_client import Fingerprint
 from kvd_client.sglang.pages import LayerPages, PagePool, cached_prefix
 from kvd_client.sglang.pool_cache import PoolCache, SglangOptions
-from kvd_client.sglang.transfers import (
-    LayerCounter,
-    LoadBatch,
-    NodeStore,
-    PoolLoad,
-    StoreQueue,
-)
+from kvd_client.sglang.transfers import LayerCounter, LoadBatch, NodeStore, PoolLoad, StoreQueue
 from tests.conftest import Daemon, StartDaemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 LAYERS, PAGES, WIDTH = 4, 64, 32
+MakeCache = Callable[..., PoolCache]
 KEYS = [bytes([page]) * 32 for page in range(1, 200)]
 TIMEOUT = 2 * PATIENCE
 
@@ -38,9 +33,6 @@ def make_pool(page_tokens: int) -> PagePool:
     return PagePool("kv", page_tokens, tuple(layers))
 
 
-MakeCache = Callable[..., PoolCache]
-
-
 @pytest.fixture
 def make_cache() -> Iterator[MakeCache]:
     """Makes a pool's cache at a daemon; all are closed."""
@@ -53,13 +45,8 @@ def make_cache() -> Iterator[MakeCache]:
             load_timeout=TIMEOUT,
             loan_timeout=PATIENCE,
         )
-        cache = PoolCache(
-            make_pool(page_tokens),
-            factor,
-            f"engine-{len(made)}",
-            Fingerprint(model="m"),
-            options,
-        )
+        pool, model = make_pool(page_tokens), Fingerprint(model="m")
+        cache = PoolCache(pool, factor, f"engine-{len(made)}", model, options)
         made.append(cache)
         eventually(lambda: cache.scheduler.attached)
         return cache
@@ -81,23 +68,28 @@ def content(key: bytes, layer: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=seed).to(torch.bfloat16)
 
 
+def pages_of(
+    cache: PoolCache, keys: list[bytes], pages: list[int]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each page of each part: its layer, its bytes and what they are to be."""
+    for number, part in enumerate(cache.pool.layers):
+        for key, page in zip(keys, pages, strict=True):
+            tensor = part.tensor[page * part.rows : (page + 1) * part.rows]
+            yield part.number, tensor, content(key, number, tensor.shape)
+
+
 def fill(cache: PoolCache, keys: list[bytes], pages: list[int]) -> None:
     """Compute these pages."""
-    for number, part in enumerate(cache.pool.layers):
-        for key, page in zip(keys, pages, strict=True):
-            where = slice(page * part.rows, (page + 1) * part.rows)
-            part.tensor[where] = content(key, number, part.tensor[where].shape)
+    for _, tensor, expected in pages_of(cache, keys, pages):
+        tensor[:] = expected
 
 
-def wrong(cache: PoolCache, keys: list[bytes], pages: list[int], layers: int = LAYERS) -> int:
+def num_wrong(cache: PoolCache, keys: list[bytes], pages: list[int], layers: int = LAYERS) -> int:
     """Of the first layers, how many pages have other bytes than they should."""
-    bad = 0
-    for number, part in enumerate(cache.pool.layers):
-        for key, page in zip(keys, pages, strict=True):
-            where = slice(page * part.rows, (page + 1) * part.rows)
-            right = content(key, number, part.tensor[where].shape)
-            bad += part.number < layers and not torch.equal(part.tensor[where], right)
-    return bad
+    return sum(
+        layer < layers and not torch.equal(tensor, expected)
+        for layer, tensor, expected in pages_of(cache, keys, pages)
+    )
 
 
 def store(cache: PoolCache, keys: list[bytes], pages: list[int]) -> bool:
@@ -111,7 +103,7 @@ def store(cache: PoolCache, keys: list[bytes], pages: list[int]) -> bool:
         queue.close()
 
 
-def want(cache: PoolCache, keys: list[bytes], pages: list[int]) -> PoolLoad:
+def pin(cache: PoolCache, keys: list[bytes], pages: list[int]) -> PoolLoad:
     """Pin what is to be loaded."""
     runs = eventually(
         lambda: cached_prefix(keys, cache.pages_per_chunk, cache.blocks_of),
@@ -137,25 +129,13 @@ def test_what_one_engine_stores_another_loads(
         pages = [40 + (7 * page) % 23 for page in range(end - at)]
         fill(other, [KEYS[100]] * len(pages), pages)
         counter = LayerCounter()
-        index = counter.add(LoadBatch([want(other, keys[at:end], pages)], None, TIMEOUT))
+        index = counter.add(LoadBatch([pin(other, keys[at:end], pages)], None, TIMEOUT))
         counter.set_consumer(index)
         for layer in range(LAYERS):
             counter.wait_until(layer)
-            assert wrong(other, keys[at:end], pages, layer + 1) == 0
+            assert num_wrong(other, keys[at:end], pages, layer + 1) == 0
         assert counter.finish(index)
-        assert wrong(other, keys[at:end], pages) == 0
-
-
-def test_requests_that_start_together_are_one_batch(daemon: Daemon, make_cache: MakeCache) -> None:
-    """Their chunks go to the pages of each, in one job."""
-    cache = make_cache(daemon)
-    keys = KEYS[:8]
-    fill(cache, keys, list(range(1, 9)))
-    assert store(cache, keys, list(range(1, 9)))
-    first, second = list(range(20, 28)), list(range(50, 54))
-    batch = LoadBatch([want(cache, keys, first), want(cache, keys[:4], second)], None, TIMEOUT)
-    assert batch.finish()
-    assert wrong(cache, keys, first) == wrong(cache, keys[:4], second) == 0
+        assert num_wrong(other, keys[at:end], pages) == 0
 
 
 def test_a_load_goes_on_at_the_daemon_that_follows(
@@ -167,20 +147,9 @@ def test_a_load_goes_on_at_the_daemon_that_follows(
     keys, pages = KEYS[:12], list(range(20, 32))
     fill(cache, keys, list(range(1, 13)))
     assert store(cache, keys, list(range(1, 13)))
-    wanted = want(cache, keys, pages)
+    load = pin(cache, keys, pages)
     daemon.stop(signal.SIGKILL)
-    batch = LoadBatch([wanted], None, TIMEOUT)
+    batch = LoadBatch([load], None, TIMEOUT)
     start_daemon("--keep-pool", "yes", ready=False)
     assert batch.finish()
-    assert wrong(cache, keys, pages) == 0
-
-
-def test_stores_without_a_daemon_come_to_nothing(
-    start_daemon: StartDaemon, make_cache: MakeCache
-) -> None:
-    """They are told as failed, so that the tree may offer the node again."""
-    daemon = start_daemon()
-    cache = make_cache(daemon)
-    daemon.stop(signal.SIGKILL)
-    eventually(lambda: not cache.scheduler.attached)
-    assert not store(cache, KEYS[:4], [1, 2, 3, 4])
+    assert num_wrong(cache, keys, pages) == 0

@@ -1,24 +1,16 @@
 """docs/protocol.md, played to a real daemon."""
 
-import os
 import re
 import socket
-import stat
-
-import pytest
 
 from docs.generate_protocol import FILE, TOKEN
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.codec import WIRE
-from kvd_proto.descriptions import MAGIC as DESCRIPTIONS_MAGIC
-from kvd_proto.directory import MAGIC as DIRECTORY_MAGIC
 from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import Attached, Done, LaneUp, Message, Register, Welcome
 from kvd_proto.zmtp import COMMAND, GREETING_BYTES, LONG
 from tests.conftest import Daemon
-from tests.daemon.engines import Engine
-from tests.raw_client import RawClient
 from tests.waiting import PATIENCE
 
 DIFFERS = {Welcome, LaneUp, Attached, Done}
@@ -110,25 +102,3 @@ def test_the_documented_connections_are_what_a_daemon_speaks(shared_daemon: Daem
             elif isinstance(message := expect(sock, what, data), LaneUp):
                 token = message.token
                 lane.connect(message.endpoint.removeprefix("ipc://"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"), [("worker", []), ("scheduler", ["descriptions", "pipe"])]
-)
-def test_attached_brings_the_documented_descriptors(
-    shared_daemon: Daemon, label: str, kind: str, more: list[str]
-) -> None:
-    """A worker gets the directory; a scheduler the descriptions and the pipe's read end besides."""
-    with Engine(shared_daemon.runtime_dir, label, 1, label).wait_attached() as engine:
-        engine.scheduler.close()
-        client = RawClient(shared_daemon.runtime_dir)
-        assert isinstance(client.hello(kind, label), Welcome)
-        attached, fds = client.notice(Attached)
-        assert attached.description_bytes
-        starts = {DIRECTORY_MAGIC: "directory", DESCRIPTIONS_MAGIC: "descriptions"}
-        found = [
-            "pipe" if stat.S_ISFIFO(os.fstat(fd).st_mode) else starts[os.pread(fd, 8, 0)]
-            for fd in fds
-        ]
-        assert found == ["directory", *more]
-        client.close()

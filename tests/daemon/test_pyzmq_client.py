@@ -56,12 +56,12 @@ class PlainConnection:
                 return reply
             self.notices.append((tag, reply))
 
-    def notice(self, wanted: int) -> Any:
+    def notice(self, expected: int) -> Any:
         """The fields of the next notice with this tag; those before it are passed over."""
         while True:
             while self.notices:
                 tag, fields = self.notices.pop(0)
-                if tag == wanted:
+                if tag == expected:
                     return fields
             tag, request_id, fields = self._receive()
             assert request_id == 0
@@ -86,27 +86,6 @@ def ints(dtype: str, values: Any) -> list[Any]:
     return [dtype, struct.pack(f"<{len(values)}{code}", *values)]
 
 
-def registration(device: str, handle: bytes, allocation: int) -> dict[str, Any]:
-    """The fields of a Register of one rank, whose memory is one tensor in one allocation."""
-    tensor = {"storage": 0, "offset": 0, "page_bytes": PAGE, "block_stride": PAGE}
-    group = {"refs": [{"tensor": 0, "page_bytes": PAGE}], "block_size": 16}
-    return {
-        "rank": 0,
-        "world_size": 1,
-        "device": device,
-        "fingerprint": {"model": "plain"},
-        "layout": {
-            "num_blocks": BLOCKS,
-            "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            "hash_block_size": 16,
-            "storages": [BLOCKS * PAGE],
-            "tensors": [tensor],
-            "groups": [group],
-        },
-        "handles": [{"type": "ipc", "handle": handle, "allocation": allocation}],
-    }
-
-
 class WorkerMemory:
     """Device memory in a process of its own, for `Asked`: handles do not open at home."""
 
@@ -115,9 +94,25 @@ class WorkerMemory:
         self._memory = cudatensor.DeviceMemory(BLOCKS * PAGE)
 
     def registration(self) -> dict[str, Any]:
-        """The fields of a Register of this memory."""
-        uuid = bytes(cudatensor.call("cuDeviceGetUuid", 0).bytes)
-        return registration(f"cuda:{uuid.hex()}", self._memory.handle(), self._memory.nbytes)
+        """The fields of a Register of one rank, whose memory is one tensor in one allocation."""
+        handle = {"handle": self._memory.handle(), "allocation": self._memory.nbytes}
+        tensor = {"storage": 0, "offset": 0, "page_bytes": PAGE, "block_stride": PAGE}
+        group = {"refs": [{"tensor": 0, "page_bytes": PAGE}], "block_size": 16}
+        return {
+            "rank": 0,
+            "world_size": 1,
+            "device": f"cuda:{bytes(cudatensor.call('cuDeviceGetUuid', 0).bytes).hex()}",
+            "fingerprint": {"model": "plain"},
+            "layout": {
+                "num_blocks": BLOCKS,
+                "blocks_per_chunk": BLOCKS_PER_CHUNK,
+                "hash_block_size": 16,
+                "storages": [BLOCKS * PAGE],
+                "tensors": [tensor],
+                "groups": [group],
+            },
+            "handles": [{"type": "ipc", **handle}],
+        }
 
     def write(self, block: int, data: bytes) -> None:
         """Write from this block on."""
@@ -147,25 +142,9 @@ def connect() -> Iterator[Connect]:
     context.destroy(0)
 
 
-@pytest.fixture
-def cuda_daemon(
-    fakecuda_folder: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> Daemon:
-    """A daemon whose lanes, as all processes that the test starts, find the test driver."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
-    monkeypatch.setenv("FAKECUDA_SEED", "3")
-    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
-    return start_daemon()
-
-
-def broker_endpoint(daemon: Daemon) -> str:
-    """Where sessions connect."""
-    return f"ipc://{daemon.runtime_dir}/broker.sock"
-
-
 def test_a_tool_asks_for_the_status(shared_daemon: Daemon, connect: Connect) -> None:
     """Hello, Status, whose report is a map, and the refusal of another version."""
-    tool = connect(broker_endpoint(shared_daemon))
+    tool = connect(f"ipc://{shared_daemon.runtime_dir}/broker.sock")
     assert tool.hello("tool", "tool-1")["protocol"] == VERSION
     assert tool.ask(STATUS, STATUS_REPORT)["status"]["ready"]
     tool.version = VERSION - 1
@@ -174,10 +153,17 @@ def test_a_tool_asks_for_the_status(shared_daemon: Daemon, connect: Connect) -> 
 
 @pytest.mark.fakecuda
 def test_an_engine_without_descriptors_stores_and_loads(
-    cuda_daemon: Daemon, connect: Connect
+    start_daemon: StartDaemon,
+    fakecuda_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    connect: Connect,
 ) -> None:
     """Its scheduler lives from slots on loan, its worker registers without a control page."""
-    endpoint = broker_endpoint(cuda_daemon)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+    monkeypatch.setenv("FAKECUDA_SEED", "3")
+    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
+    daemon = start_daemon()
+    endpoint = f"ipc://{daemon.runtime_dir}/broker.sock"
     scheduler, worker = connect(endpoint), connect(endpoint)
     memory = Asked(WorkerMemory)
     try:
@@ -212,14 +198,14 @@ def test_an_engine_without_descriptors_stores_and_loads(
         scheduler.ask(STEP, STEPPED, keys=keys, **chunks)
         assert job(STORE, 1, STORED_AT) == ("ok", "")
         pin = {"lease": 1, "lease_ms": 60_000, **chunks}
-        eventually(lambda: pinned(scheduler, cuda_daemon, pin))
+        eventually(lambda: pinned(scheduler, daemon, pin))
         status, text = job(LOAD, 2, LOADED_AT, after=5)
         assert status == "refused"
         assert "without a control page" in text
         assert job(LOAD, 3, LOADED_AT) == ("ok", "")
         assert memory.ask("read", LOADED_AT, len(content)) == content
         scheduler.ask(STEP, STEPPED, unpinned=[pin["lease"]])
-        assert cuda_daemon.status()["leases"] == 0
+        assert daemon.status()["leases"] == 0
     finally:
         memory.close()
 

@@ -1,4 +1,4 @@
-"""`kvd demo`, as its user runs it, and how it ends whatever happens."""
+"""`kvd demo`, as its user runs it: how it ends whatever happens, what its engine is asked for."""
 
 import contextlib
 import json
@@ -7,17 +7,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd_tools.demo.command import MEANING
+from kvd_tools.demo.workload import (
+    BLOCKS_PER_CHUNK,
+    conversations,
+    longest_hit,
+    page_content,
+    window_blocks,
+)
 from kvd_tools.engine_server import RESOURCE_TRACKER, kill_group
+from tests.engine_demos import nothing_is_left
 from tests.processes import python
-from tests.tools.places import nothing_is_left
 from tests.waiting import PATIENCE, eventually
 
 DEMO = ["-m", "kvd", "demo"]
@@ -72,7 +81,7 @@ def is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def all_ended(processes: list[psutil.Process]) -> bool:
+def end(processes: list[psutil.Process]) -> bool:
     """Whether they all end."""
     return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
 
@@ -84,8 +93,7 @@ def test_every_loaded_byte_is_verified(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures.keys() == MEANING.keys()
-    assert figures["requests"] == 40
-    assert figures["world_size"] == 3
+    assert (figures["requests"], figures["world_size"]) == (40, 3)
     assert figures["mismatched_bytes"] == figures["strayed_bytes"] == 0
     assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
     assert figures["evicted_chunks"] > 0
@@ -102,8 +110,8 @@ def test_what_a_small_pool_has_no_room_for_comes_up_from_a_tier(tmp_path: Path) 
     """
     (tmp_path / "torch.py").write_text("raise ImportError('this Python has no torch')\n")
     out, tier = tmp_path / "out.json", tmp_path / "tier"
-    told = ["--requests", "60", "--seed", "3", "--tier", f"disk:{tier},size=512MiB,late=30"]
-    done = demo(*told, "--corrupt", "--json", str(out), PYTHONPATH=str(tmp_path))
+    options = ["--requests", "60", "--seed", "3", "--tier", f"disk:{tier},size=512MiB,late=30"]
+    done = demo(*options, "--corrupt", "--json", str(out), PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures["mismatched_bytes"] > 0
@@ -121,7 +129,7 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
         daemon = next(child.cmdline() for child in started if "serve" in child.cmdline())
         process.send_signal(number)
         assert process.wait(PATIENCE) != 0
-        assert all_ended(started)
+        assert end(started)
         if number is signal.SIGKILL:
             shutil.rmtree(Path(daemon[daemon.index("--runtime-dir") + 1]).parent)
 
@@ -131,10 +139,10 @@ def test_a_dead_rank_ends_everything() -> None:
     with serving() as (process, started):
         victim = next(child for child in started if is_rank(child))
         victim.kill()
-        _, said = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert f"(pid {victim.pid}) ended with status -9" in " ".join(said.decode().split())
-        assert all_ended(started)
+        assert f"(pid {victim.pid}) ended with status -9" in " ".join(error.decode().split())
+        assert end(started)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +184,51 @@ def test_a_killed_group_leaves_no_shared_memory() -> None:
         memory = Path("/dev/shm", owner.stdout.readline().strip())
         assert memory.is_file()
         # Before its exec the tracker looks like the owner, and would be killed as one.
-        children = psutil.Process(owner.pid).children
-        eventually(
-            lambda: any(RESOURCE_TRACKER in word for c in children() for word in c.cmdline())
-        )
+        parent = psutil.Process(owner.pid)
+        eventually(lambda: RESOURCE_TRACKER in str([c.cmdline() for c in parent.children()]))
         assert kill_group(owner.pid)
         assert owner.wait(PATIENCE) == -9
-        end = time.monotonic() + PATIENCE
-        while kill_group(owner.pid):
-            assert time.monotonic() < end
-            time.sleep(0.02)  # nothing tells the end of a process that is no child
+        eventually(lambda: not kill_group(owner.pid))
         assert not memory.exists()
     finally:
         owner.kill()
         owner.communicate()
+
+
+@given(st.integers(0, 1000))
+def test_a_piece_always_has_the_same_prefix(seed: int) -> None:
+    """In generated prompts a number names a piece together with all that is before it."""
+    before: dict[int, int | None] = {}
+    for prompt in conversations(40, seed):
+        previous = None
+        for piece in prompt:
+            assert before.setdefault(piece, previous) == previous
+            previous = piece
+
+
+@given(st.integers(0, 20), st.dictionaries(st.integers(0, 20), st.integers(0, 1)))
+def test_the_longest_hit_is_longest(prefix: int, first_blocks: dict[int, int]) -> None:
+    """The window after the answer is there, block for block, and after nothing longer."""
+
+    def is_there(chunk: int, first: int) -> bool:
+        return chunk in first_blocks and first_blocks[chunk] <= first
+
+    def loadable(end: int) -> bool:
+        return all(is_there(*divmod(block, BLOCKS_PER_CHUNK)) for block in window_blocks(end))
+
+    hit = longest_hit(prefix, is_there)
+    assert 0 <= hit <= prefix
+    assert loadable(hit)
+    assert not any(loadable(end) for end in range(hit + 1, prefix + 1))
+
+
+PAGE = 256
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, PAGE // 8 - 1))
+def test_other_and_shifted_pages_are_wrong(one: int, other: int, words: int) -> None:
+    """A page of another key, rank, tensor or block is wrong in every word; a shifted one shows."""
+    page = page_content(one, PAGE)
+    if one != other:
+        assert (page.view(np.uint64) != page_content(other, PAGE).view(np.uint64)).all()
+    assert (np.roll(page, 8 * words) != page).any()
