@@ -138,7 +138,9 @@ RULES = {
         "test_one_user_leaves_room_for_others",
         "test_a_thousand_idle_connections_cost_little_and_leave_nothing",
     ),
-    "stuck closes": ("test_a_user_whose_closes_are_stuck_gets_no_session",),
+    "stuck closes": (
+        "test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer",
+    ),
     "namespaces": ("test_one_model_too_many_is_refused_with_the_setting",),
     "leases": ("test_one_lease_too_many_pins_nothing_and_is_counted",),
     "slots on loan": (
@@ -169,7 +171,7 @@ RULES = {
         "test_a_message_of_parts_costs_its_sender_the_connection",
     ),
     "descriptors of a message": (
-        "test_descriptors_with_another_message_end_the_session",
+        "test_descriptors_with_another_message_end_that_session",
         "test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only",
     ),
     "unfinished messages, unread replies": (

@@ -2,7 +2,6 @@
 
 import os
 import select
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +11,11 @@ import pytest
 from kvd.broker.effects import Effect, Notify, Reply
 from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
-from kvd.wire import listener
-from kvd.wire.listener import MAX_STUCK
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     MAX_TEXT,
     Detached,
     Error,
-    ErrorCode,
     Message,
     Ping,
     Pong,
@@ -28,7 +24,6 @@ from kvd_proto.messages import (
 )
 from tests.broker.brokers import hello, make_broker
 from tests.raw_client import RawClient, registration
-from tests.waiting import PATIENCE
 
 
 class Rig:
@@ -66,20 +61,11 @@ class Rig:
                 case Notify():
                     self.sessions.notify(effect.session, effect.message, ())
 
-    def connect(self) -> RawClient:
-        """Return a client; its session has not begun."""
-        return RawClient(self.runtime_dir)
-
     def ask(self, client: RawClient, message: Message) -> Message:
         """Return the reply to a request."""
         client.request(message)
         self.settle()
         return client.reply()[1]
-
-    def error_at_the_end(self, client: RawClient) -> Error | None:
-        """Return why a client's connection is closed."""
-        self.settle()
-        return client.error_at_the_end()
 
 
 @pytest.fixture
@@ -91,21 +77,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.epoll.close()
 
 
-@pytest.fixture
-def pipe() -> Iterator[int]:
-    """A descriptor that is no memory."""
-    ends = os.pipe()
-    yield ends[0]
-    close_all(ends)
-
-
 def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket(
     rig: Rig,
 ) -> None:
     """The end of the process is enough; what it sent before is served."""
     held, holding = os.pipe()
     if not (process := os.fork()):  # it connects, and leaves the connection to a child
-        client = rig.connect()
+        client = RawClient(rig.runtime_dir)
         client.ask(hello())
         client.request(Unregister())
         if not os.fork():
@@ -122,7 +100,7 @@ def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket
 
 def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None:
     """What waits for it is bounded; its session ends in the next turn, not among the effects."""
-    with rig.connect():
+    with RawClient(rig.runtime_dir):
         rig.turn()
         (number,) = rig.core.state.registry.sessions
         while not rig.sessions.pending:
@@ -133,28 +111,9 @@ def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None
         assert not rig.core.state.registry.sessions
 
 
-def test_descriptors_with_another_message_end_the_session(rig: Rig) -> None:
-    """Also with bytes that are no message; the descriptors are closed."""
-    for frame in (b"no message", None):
-        ours, theirs = os.pipe()
-        with rig.connect() as client:
-            if frame is None:
-                client.request(Ping(), [theirs])
-            else:
-                client.send(frame, [theirs])
-            error = rig.error_at_the_end(client)
-            assert error is not None
-            assert error.code is ErrorCode.BAD_MESSAGE
-            assert "other than Register" in error.text
-        os.close(theirs)
-        assert select.select([ours], [], [], PATIENCE)[0], "the daemon has kept the descriptor"
-        os.close(ours)
-    assert len(rig.sessions) == 0
-
-
 def test_descriptors_of_a_refused_registration_are_closed(rig: Rig) -> None:
     """The session goes on."""
-    with rig.connect() as client:
+    with RawClient(rig.runtime_dir) as client:
         assert isinstance(rig.ask(client, hello()), Welcome)
         before = psutil.Process().num_fds()
         memory = [os.memfd_create("m") for _ in range(3)]
@@ -164,39 +123,3 @@ def test_descriptors_of_a_refused_registration_are_closed(rig: Rig) -> None:
         assert isinstance(client.reply()[1], Error)  # no lane is there for its device
         assert psutil.Process().num_fds() == before
         assert isinstance(rig.ask(client, Ping()), Pong)
-
-
-def test_a_user_whose_closes_are_stuck_gets_no_session(
-    rig: Rig, pipe: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Open sessions are served meanwhile; when the file system answers all is as before."""
-    answers, close_now = threading.Event(), close_all
-
-    def close_late(fds: tuple[int, ...]) -> None:
-        if threading.current_thread().daemon:
-            answers.wait(PATIENCE)
-        close_now(fds)
-
-    monkeypatch.setattr(listener, "close_all", close_late)
-    monkeypatch.setattr(listener, "STUCK_SECONDS", 0.0)
-    with rig.connect() as open_session:
-        assert isinstance(rig.ask(open_session, hello()), Welcome)
-        for _ in range(MAX_STUCK):
-            with rig.connect() as client:
-                client.request(registration(), [pipe])
-                error = rig.error_at_the_end(client)
-                assert error is not None
-                assert error.code is ErrorCode.BAD_LAYOUT
-                assert "descriptor 0 of the message is neither a memory" in error.text
-        with rig.connect() as client:
-            error = rig.error_at_the_end(client)
-            assert error is not None
-            assert error.code is ErrorCode.LIMIT
-            assert f"threads wait to close files that processes of uid {os.getuid()}" in error.text
-        assert isinstance(rig.ask(open_session, Ping()), Pong)
-        stuck = [thread for thread in threading.enumerate() if thread.daemon]
-        answers.set()
-        for thread in stuck:
-            thread.join(PATIENCE)
-        with rig.connect() as client:
-            assert isinstance(rig.ask(client, hello()), Welcome)
