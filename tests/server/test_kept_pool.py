@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -277,17 +278,10 @@ def test_a_full_filesystem_hinders_no_restart(
     assert life.ended
 
 
-def ledger_of(place: Path) -> Path:
-    """The one ledger."""
-    (ledger,) = place.glob("*.ledger")
-    return ledger
-
-
-def flip(file: Path, where: int | bytes, beside: int = 0) -> None:
-    """Change one bit, at a number or so far from where some bytes are."""
+def flip(file: Path, where: int | bytes) -> None:
+    """Change one bit, at a number or where some bytes are."""
     data = bytearray(file.read_bytes())
-    at = where if isinstance(where, int) else data.index(where)
-    data[at + beside] ^= 1
+    data[where if isinstance(where, int) else data.index(where)] ^= 1
     file.write_bytes(data)
 
 
@@ -299,85 +293,59 @@ def move_record(ledger: Path) -> None:
     ledger.write_bytes(data)
 
 
-def replace_file(file: Path, make: Callable[[Path], object]) -> None:
-    """Make something else in a file's place, which is renamed."""
-    file.rename(file.with_name("old"))
-    make(file)
+Harm: TypeAlias = Callable[[Path], object]
 
 
-def damage_numbers(pool: Path, begun: int, ended: int) -> None:
-    """Write the numbers of the ledger's entry in the trailer."""
-    with pool.open("r+b") as file:
-        file.seek(SIZE)
-        at = SIZE + file.read(TRAILER_BYTES).index(bytes.fromhex(NAMES[0]), 64)
-        file.seek(at + 16)
-        file.write(struct.pack("<QQ", begun, ended))
+def replaced(make: Harm) -> Harm:
+    """Makes something else in a file's place."""
+    return lambda file: (file.rename(file.with_name("old")), make(file))
 
 
-OF_LEDGER: dict[str, tuple[Callable[[Path], object], str]] = {
-    "its magic word": (lambda file: flip(file, 0), "no ledger"),
-    "its description": (lambda file: flip(file, 60), "header is damaged"),
-    "a key": (lambda file: flip(file, b"k 3"), "1 of 9 records are damaged"),
-    "a record elsewhere": (move_record, "records are damaged"),
-    "its end": (lambda file: os.truncate(file, 5000), "cannot hold a ledger"),
-    "of another namespace": (
-        lambda file: file.rename(file.with_name(f"{NAMES[1]}.ledger")),
-        "it is that of namespace",
-    ),
-    "a link": (
-        lambda file: replace_file(file, lambda path: path.symlink_to("old")),
-        "cannot be opened",
-    ),
-    "empty": (lambda file: os.truncate(file, 0), "is empty: its namespace starts without chunks"),
-    "zeros": (
-        lambda file: file.write_bytes(bytes(file.stat().st_size)),
-        "is empty: its namespace starts without chunks",
-    ),
-}
-OF_MANIFEST: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no JSON": (lambda file: file.write_bytes(b"{"), "cannot be read"),
-    "huge": (lambda file: os.truncate(file, 2**30), "it has more than 4096 bytes"),
-    "gone": (Path.unlink, "there is no manifest.json; the cache starts empty"),
-} | {
-    f"{old}{new}": (
-        lambda file, old=old, new=new: file.write_text(file.read_text().replace(old, new)),
-        said,
-    )
-    for old, new, said in (
-        (f'"version":{MANIFEST_VERSION}', '"version":99', "version 99"),
-        ('"kernel":"', '"kernel":"x', "rebooted since"),
-        ('"epoch":', '"epoch":99', "cannot be read"),
-        (f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}', "not have 1048576 bytes of chunks"),
-        ('"bytes":', '"bytes":-', "cannot be read"),
-    )
-}
-OF_POOL: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another file": (
-        lambda file: replace_file(file, lambda path: path.write_bytes(bytes(SIZE))),
-        "another file",
-    ),
-    "gone": (Path.unlink, "is gone"),
-    "a folder": (lambda file: replace_file(file, Path.mkdir), "another file"),
-    "cut off": (lambda file: os.truncate(file, SIZE + PAGE), "is cut off"),
-} | {
-    f"numbers: {name}": (
-        lambda file, numbers=numbers: damage_numbers(file, *numbers),
-        "its entry in the pool's trailer is damaged",
-    )
-    for name, numbers in {
-        "all ones": (2**64 - 1, 2**64 - 1),
-        "the last epochs": ((2**32 - 2) << 32, (2**32 - 2) << 32),
-        "ended and not begun": (5, 6),
-    }.items()
-}
-HARMS = [
-    pytest.param(name, *harm, id=f"{name}: {what}")
-    for name, harms in (
-        (f"{NAMES[0]}.ledger", OF_LEDGER),
-        ("manifest.json", OF_MANIFEST),
-        ("pool", OF_POOL),
-    )
-    for what, harm in harms.items()
+def edited(old: str, new: str) -> Harm:
+    """Replaces a part of a file's text."""
+    return lambda file: file.write_text(file.read_text().replace(old, new))
+
+
+def with_numbers(begun: int, ended: int) -> Harm:
+    """Writes the numbers of the ledger's entry in the pool's trailer."""
+
+    def write(pool: Path) -> None:
+        with pool.open("r+b") as file:
+            file.seek(SIZE)
+            at = SIZE + file.read(TRAILER_BYTES).index(bytes.fromhex(NAMES[0]), 64)
+            file.seek(at + 16)
+            file.write(struct.pack("<QQ", begun, ended))
+
+    return write
+
+
+LEDGER, MANIFEST, POOL = f"{NAMES[0]}.ledger", "manifest.json", "pool"
+LAST_EPOCH = (2**32 - 2) << 32
+HARMS: list[tuple[str, Harm, str]] = [
+    (LEDGER, lambda file: flip(file, 0), "no ledger"),
+    (LEDGER, lambda file: flip(file, 60), "header is damaged"),
+    (LEDGER, lambda file: flip(file, b"k 3"), "1 of 9 records are damaged"),
+    (LEDGER, move_record, "records are damaged"),
+    (LEDGER, lambda file: os.truncate(file, 5000), "cannot hold a ledger"),
+    (LEDGER, lambda file: file.rename(file.with_name(f"{NAMES[1]}.ledger")), "it is that of name"),
+    (LEDGER, replaced(lambda file: file.symlink_to("old")), "cannot be opened"),
+    (LEDGER, lambda file: os.truncate(file, 0), "is empty: its namespace starts without chunks"),
+    (LEDGER, lambda file: file.write_bytes(bytes(9000)), "is empty: its namespace starts"),
+    (MANIFEST, lambda file: file.write_bytes(b"{"), "cannot be read"),
+    (MANIFEST, lambda file: os.truncate(file, 2**30), "it has more than 4096 bytes"),
+    (MANIFEST, Path.unlink, "there is no manifest.json; the cache starts empty"),
+    (MANIFEST, edited(f'"version":{MANIFEST_VERSION}', '"version":99'), "version 99"),
+    (MANIFEST, edited('"kernel":"', '"kernel":"x'), "rebooted since"),
+    (MANIFEST, edited('"epoch":', '"epoch":99'), "cannot be read"),
+    (MANIFEST, edited(f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}'), "not have 1048576 bytes"),
+    (MANIFEST, edited('"bytes":', '"bytes":-'), "cannot be read"),
+    (POOL, replaced(lambda file: file.write_bytes(bytes(SIZE))), "another file"),
+    (POOL, replaced(Path.mkdir), "another file"),
+    (POOL, Path.unlink, "is gone"),
+    (POOL, lambda file: os.truncate(file, SIZE + PAGE), "is cut off"),
+    (POOL, with_numbers(2**64 - 1, 2**64 - 1), "its entry in the pool's trailer is damaged"),
+    (POOL, with_numbers(LAST_EPOCH, LAST_EPOCH), "its entry in the pool's trailer is damaged"),
+    (POOL, with_numbers(5, 6), "its entry in the pool's trailer is damaged"),
 ]
 
 
@@ -387,7 +355,7 @@ def test_damaged_or_foreign_pool_files_are_not_used(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     name: str,
-    harm: Callable[[Path], object],
+    harm: Harm,
     said: str,
 ) -> None:
     """The daemon says so, starts empty and serves; the start after that is a warm one again."""
@@ -506,7 +474,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
     life = start()
     namespace = life.open()
     store(namespace.table, keys_of("k", 3))
-    ledger = ledger_of(area(tmp_path))
+    ledger = area(tmp_path) / LEDGER
     older = ledger.read_bytes()
     assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
     for reopened in (False, True):
