@@ -5,8 +5,7 @@ import json
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import pytest
@@ -33,24 +32,6 @@ def record(
     made = logging.LogRecord("kvd.test", level, __file__, 7, text, args, None)
     made.__dict__.update(extra)
     return made
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that is closed waits for its thread however long that takes."""
-    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """A pipe of one page: the ends to read from and to write to."""
-    read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    with FileIO(read, "r") as reader, FileIO(write, "w") as writer:
-        yield reader, writer
-
-
-# ------------------------------------------------------------------- form
 
 
 @given(text=st.text(), name=st.text())
@@ -83,9 +64,6 @@ def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) ->
     assert trace == "LookupError: (b'…', 'of', b'…')\n"
 
 
-# ------------------------------------------------------------------ limit
-
-
 @given(st.lists(st.floats(0, 20), max_size=800), st.integers(1, 3))
 def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
     gaps: list[float], kinds: int
@@ -110,43 +88,29 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
             assert len(inside) <= 2 * MAX_PER_MINUTE
 
 
-# ------------------------------------------------------------------ queue
-
-
-def handler_to(fd: int) -> QueuedHandler:
-    """A handler whose lines are texts alone."""
-    made = QueuedHandler(fd)
-    made.setFormatter(logging.Formatter())
-    return made
-
-
 def test_a_full_pipe_blocks_no_caller_and_lost_lines_are_counted(
-    pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
+    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
     monkeypatch.setattr("kvd.logs.MAX_PER_MINUTE", 10 * MAX_QUEUED_LINES)
-    read, write = pipe
-    handler = handler_to(write.fileno())
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    handler = QueuedHandler(write)
+    handler.setFormatter(logging.Formatter())  # texts alone
     total = 3 * MAX_QUEUED_LINES
     for number in range(total):
         handler.handle(record("line %05d", number))
-    text = bytearray()
-
-    def drain() -> None:
-        while data := read.read(65536):
-            text.extend(data)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    eventually(handler._lines.empty)
-    handler.handle(record("the end"))
-    handler.close()
-    write.close()
-    reader.join(PATIENCE)
-    lines = text.decode().splitlines()
+    with ThreadPoolExecutor(1) as threads, FileIO(read) as pipe:
+        reading = threads.submit(pipe.readall)
+        eventually(handler._lines.empty)
+        handler.handle(record("the end"))
+        handler.close()
+        os.close(write)
+        lines = reading.result(PATIENCE).decode().splitlines()
     lost = sum(int(line.split()[0]) for line in lines if line.endswith("in time"))
-    kept = [line for line in lines if line.startswith("line")]
+    numbered = [line for line in lines if line.startswith("line")]
     assert lost > 0
-    assert lost + len(kept) == total
+    assert lost + len(numbered) == total
     assert lines[-1] == "the end"
-    assert kept == sorted(kept)
+    assert numbered == sorted(numbered)
