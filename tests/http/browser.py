@@ -65,22 +65,6 @@ CONTACT = (
 )
 SHOWN_STATE = """["state", "state", "verdict"].map((id, i) =>
   i ? document.getElementById(id).dataset.tone : document.getElementById(id).textContent)"""
-# Cells of engines and models that take more than two lines.
-TALL = """[...document.querySelectorAll("#engines-table tbody tr > *, #pool-table tbody tr > *")]
-  .filter((cell) => {
-    const style = getComputedStyle(cell);
-    const padding = parseFloat(style.paddingTop) + parseFloat(style.paddingBottom);
-    return cell.clientHeight - padding > 2.5 * parseFloat(style.lineHeight);
-  }).map((cell) => cell.outerHTML)"""
-# Words of column heads that are broken over two lines.
-BROKEN_HEADS = r"""[...document.querySelectorAll("#engines-table thead th")]
-  .filter((head) => head.checkVisibility()).flatMap((head) =>
-    [...head.firstChild.data.matchAll(/\S+/g)].filter((word) => {
-      const range = document.createRange();
-      range.setStart(head.firstChild, word.index);
-      range.setEnd(head.firstChild, word.index + word[0].length);
-      return new Set([...range.getClientRects()].map((box) => box.top)).size > 1;
-    }).map((word) => word[0]))"""
 UNREACHED = """[...document.querySelectorAll("a, button, select, summary")]
   .filter((node) => node.checkVisibility() && !("reached" in node.dataset))
   .map((node) => node.outerHTML.slice(0, 80))"""
