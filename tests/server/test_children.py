@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -21,14 +22,11 @@ LONGEST_PAUSE = 5.0
 Turn = Callable[[float], None]
 
 
-def children_of(
-    runtime_dir: Path, poller: select.epoll, lost: list[tuple[str, str]] | None = None
-) -> Children:
-    """A broker's children; those that are `lost` are noted with the reason."""
-    ends = lost if lost is not None else []
+def children_of(runtime_dir: Path, poller: select.epoll, reasons: list[str]) -> Children:
+    """A broker's children; `reasons` gets why one is lost."""
     core: Any = SimpleNamespace(
         state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), tiers=()),
-        supervision=SimpleNamespace(lost=lambda device, reason: ends.append((device, reason))),
+        supervision=SimpleNamespace(lost=lambda _, reason: reasons.append(reason)),
     )
     return Children(runtime_dir, core, poller, lambda _: None)
 
@@ -38,7 +36,7 @@ def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
     """The loop's turn for one kind of child."""
     poller = select.epoll()
     if request.param == "lane":
-        children = children_of(tmp_path, poller)
+        children = children_of(tmp_path, poller, [])
         children.add_lane("host")
         pool: Any = SimpleNamespace(fd=0, nbytes=4096, ready=False)
         yield lambda now: children.start_due(pool, now)
@@ -86,7 +84,7 @@ def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     """Runs a program as a lane, does something to it, and returns why it is lost."""
     program = tmp_path / "program"
     monkeypatch.setattr(sys, "executable", str(program))
-    reasons: list[tuple[str, str]] = []
+    reasons: list[str] = []
     poller = select.epoll()
     children = children_of(tmp_path, poller, reasons)
     process = children.add_lane("host")
@@ -98,7 +96,7 @@ def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         act(process)
         while process.running:
             process.turn(dict(poller.poll(DEADLINE)), 0.0)
-        return reasons.pop()[1]
+        return reasons.pop()
 
     yield run
     children.close()
@@ -131,37 +129,28 @@ def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
     assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31.0 s"]
 
 
-def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
-    """Lines of a loop: of each turn its seconds, those at work, those it waited and might wait."""
-    now, cpu = 100.0, 5.0
-    loop = StallDetector("broker", lambda: cpu)
-    loop.waits(now, 0.25)
-    lines = [loop.woke(now)]
-    for turn, worked, waited, patience in durations:
-        now, cpu = now + turn, cpu + worked
-        loop.waits(now, patience)
-        now += waited
-        lines.append(loop.woke(now))
-    return lines
-
-
 @pytest.mark.parametrize(
-    ("turn", "seconds", "cause"),
+    ("turn", "worked", "waited", "patience", "line"),
     [
-        ((3.2, 3.1, 0.25, 0.25), "3.2 s, 3.1 s of it at work", "a bug in kvd"),
-        ((3.2, 0.1, 0.25, 0.25), "3.2 s, 0.1 s of it at work", "swaps"),
-        ((0.0, 0.0, 2.5, 0.5), "2.0 s, 0.0 s of it at work", "was stopped"),
-        ((0.6, 0.6, 0.9, 0.25), "1.2 s, 0.6 s of it at work", "swaps"),
-        ((1.5, 0.0, 3600.0, None), "1.5 s, 0.0 s of it at work", "swaps"),
+        (3.2, 3.1, 0.25, 0.25, "3.2 s, 3.1 s of it at work.* a bug in kvd"),
+        (3.2, 0.1, 0.25, 0.25, "3.2 s, 0.1 s of it at work.* swaps"),
+        (0.0, 0.0, 2.5, 0.5, "2.0 s, 0.0 s of it at work.* was stopped"),
+        (0.6, 0.6, 0.9, 0.25, "1.2 s, 0.6 s of it at work.* swaps"),
+        (1.5, 0.0, 3600.0, None, "1.5 s, 0.0 s of it at work.* swaps"),
     ],
     ids=["work", "in the turn", "while waiting", "both", "endless wait"],
 )
 def test_a_standstill_is_logged_once(
-    turn: tuple[float, float, float, float | None], seconds: str, cause: str
+    turn: float, worked: float, waited: float, patience: float | None, line: str
 ) -> None:
     """With what it took and of what kind it was; the turns after it are ordinary ones."""
-    before, line, *after = turns(turn, (0.001, 0.001, 0.25, 0.25), (0.001, 0.001, 0.25, 0.25))
-    assert not before
-    assert f"stood still for {seconds}" in line
-    assert cause in line
-    assert not any(after)
+    now, cpu = 100.0, 5.0
+    loop, lines = StallDetector("broker", lambda: cpu), []
+    ordinary = (0.001, 0.001, 0.25, 0.25)
+    for of_turn in (ordinary, (turn, worked, waited, patience), ordinary, ordinary):
+        now, cpu = now + of_turn[0], cpu + of_turn[1]
+        loop.waits(now, of_turn[3])
+        now += of_turn[2]
+        lines.append(loop.woke(now))
+    assert re.search(f"stood still for {line}", lines.pop(1))
+    assert not any(lines)

@@ -1,14 +1,14 @@
-"""Sessions: how they begin and end, and what a client can do with descriptors."""
+"""Sessions: how they end, and what becomes of descriptors."""
 
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvd.broker.effects import Effect, Notify, Reply
+from kvd.broker.effects import Effect, Reply
 from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
 from kvd_proto.channel import close_all
@@ -27,7 +27,7 @@ from tests.raw_client import RawClient, registration
 
 
 class Rig:
-    """Sessions of a broker without lanes; effects that concern the sessions are executed."""
+    """Sessions of a broker without lanes; replies are sent."""
 
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
@@ -49,21 +49,17 @@ class Rig:
 
     def settle(self) -> None:
         """Serve until nothing is left to do."""
-        while (ready := dict(self.epoll.poll(0))) or self.sessions.pending:
-            self.sessions.handle_events(ready)
-            self.sessions.serve(0.0)
+        while self.sessions.pending or self.epoll.poll(0):
+            self.turn()
 
     def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case Reply():
-                    self.sessions.reply(effect)
-                case Notify():
-                    self.sessions.notify(effect.session, effect.message, ())
+            if isinstance(effect, Reply):
+                self.sessions.reply(effect)
 
-    def ask(self, client: RawClient, message: Message) -> Message:
+    def ask(self, client: RawClient, message: Message, fds: Sequence[int] = ()) -> Message:
         """Return the reply to a request."""
-        client.request(message)
+        client.request(message, fds)
         self.settle()
         return client.reply()[1]
 
@@ -117,9 +113,8 @@ def test_descriptors_of_a_refused_registration_are_closed(rig: Rig) -> None:
         assert isinstance(rig.ask(client, hello()), Welcome)
         before = psutil.Process().num_fds()
         memory = [os.memfd_create("m") for _ in range(3)]
-        client.request(registration(), memory)
+        refused = rig.ask(client, registration(), memory)
         close_all(memory)
-        rig.settle()
-        assert isinstance(client.reply()[1], Error)  # no lane is there for its device
+        assert isinstance(refused, Error)  # no lane is there for its device
         assert psutil.Process().num_fds() == before
         assert isinstance(rig.ask(client, Ping()), Pong)
