@@ -1,6 +1,7 @@
 """The manifests: against the API's schemas, the image, and each other."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -32,12 +33,17 @@ def pod(name: str) -> dict[str, Any]:
     return spec
 
 
-def kvd_container(name: str) -> dict[str, Any]:
-    """The container of the daemon."""
+def container(name: str, of: str = "kvd") -> dict[str, Any]:
+    """A pod's container, the daemon's or another."""
     spec = pod(name)
-    every = [*spec["containers"], *spec.get("initContainers", [])]
-    (found,) = [each for each in every if each["name"] == "kvd"]
-    return found  # type: ignore[no-any-return]
+    every: list[dict[str, Any]] = [*spec["containers"], *spec.get("initContainers", [])]
+    (found,) = [each for each in every if each["name"] == of]
+    return found
+
+
+def mounts(of: dict[str, Any]) -> dict[str, str]:
+    """The paths at which a container has each volume."""
+    return {mount["name"]: mount["mountPath"] for mount in of["volumeMounts"]}
 
 
 def size(text: str) -> int:
@@ -81,12 +87,12 @@ def test_the_operators_job_is_the_one_of_the_rules() -> None:
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     component = yaml.safe_load((KUBERNETES / "prometheus/kustomization.yaml").read_text())
     patch = yaml.safe_load(component["patches"][0]["patch"])
-    (container,) = patch["spec"]["template"]["spec"]["containers"]
-    assert container["name"] == kvd_container("daemonset.yaml")["name"]
-    (port,) = container["ports"]
+    (patched,) = patch["spec"]["template"]["spec"]["containers"]
+    assert patched["name"] == container("daemonset.yaml")["name"]
+    (port,) = patched["ports"]
     assert endpoint["port"] == port["name"]
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": port["name"]}]
-    variables = {each["name"]: each["value"] for each in container["env"]}
+    variables = {each["name"]: each["value"] for each in patched["env"]}
     settings = Sources(config=None, environment=variables).load().settings
     assert settings.http_listen == f"0.0.0.0:{port['containerPort']}"
 
@@ -94,18 +100,21 @@ def test_the_operators_job_is_the_one_of_the_rules() -> None:
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_kvd_gets_no_rights(name: str) -> None:
     """Not privileged, not root, no capability, read-only root, no GPU taken away from engines."""
-    container = kvd_container(name)
-    security = pod(name)["securityContext"] | container["securityContext"]
+    kvd = container(name)
+    security = pod(name)["securityContext"] | kvd["securityContext"]
     assert "privileged" not in security
-    assert security["runAsNonRoot"] is True
-    assert security["runAsUser"] == security["runAsGroup"] == 9330
-    assert security["allowPrivilegeEscalation"] is False
-    assert security["readOnlyRootFilesystem"] is True
-    assert security["capabilities"] == {"drop": ["ALL"]}
-    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not [key for key in container["resources"]["limits"] if "gpu" in key]
-    assert "hostIPC" not in pod(name)
-    assert "hostNetwork" not in pod(name)
+    expected = {
+        "runAsNonRoot": True,
+        "runAsUser": 9330,
+        "runAsGroup": 9330,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert {key: security.get(key) for key in expected} == expected
+    assert not [key for key in kvd["resources"]["limits"] if "gpu" in key]
+    assert not {"hostIPC", "hostNetwork"} & pod(name).keys()
 
 
 def test_init_containers_close_the_directories_to_others() -> None:
@@ -115,67 +124,57 @@ def test_init_containers_close_the_directories_to_others() -> None:
     """
     spec = pod("daemonset.yaml")
     (init,) = spec["initContainers"]
-    given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
-    assert set(given) == {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
-    assert set(given.values()) <= set(init["command"])
+    assert mounts(init).keys() == {vol["name"] for vol in spec["volumes"] if "hostPath" in vol}
+    assert set(mounts(init).values()) <= set(init["command"])
     assert init["command"][:5] == ["install", "-d", "-m", "0750", "-o"]
     init, kvd = pod("sidecar.yaml")["initContainers"]
-    given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
-    assert init["command"] == ["chmod", "2770", *given.values()]
-    assert set(given.values()) == {Settings().runtime_dir, Settings().pool_dir}
-    mounted = {mount["name"]: mount["mountPath"] for mount in kvd["volumeMounts"]}
-    assert given.items() <= mounted.items()
+    assert init["command"] == ["chmod", "2770", *mounts(init).values()]
+    assert set(mounts(init).values()) == {Settings().runtime_dir, Settings().pool_dir}
+    assert mounts(init).items() <= mounts(kvd).items()
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
-def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
+def test_the_pool_fits_the_memory(name: str, tmp_path: Path) -> None:
     """The limit is 4 GiB or more above cpu_bytes, the volume above it; a stop has time."""
-    container = kvd_container(name)
+    kvd = container(name)
     if name == "daemonset.yaml":
         file = tmp_path / "kvd.toml"
         file.write_text(documents(name)[1]["data"]["kvd.toml"])
         pool = Sources(config=file, environment={}).load().settings.pool_bytes
     else:
-        pool = parse_size(container["env"][0]["value"])
-        volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
-        assert size(volumes["pool"]["emptyDir"]["sizeLimit"]) > pool
-        assert volumes["pool"]["emptyDir"]["medium"] == "Memory"
+        pool = parse_size(kvd["env"][0]["value"])
+        (volume,) = [vol["emptyDir"] for vol in pod(name)["volumes"] if vol["name"] == "pool"]
+        assert size(volume["sizeLimit"]) > pool
+        assert volume["medium"] == "Memory"
     assert pool is not None
-    limit = container["resources"]["limits"]["memory"]
+    limit = kvd["resources"]["limits"]["memory"]
     assert size(limit) >= pool + 4 * GIB
-    assert limit == container["resources"]["requests"]["memory"]
+    assert limit == kvd["resources"]["requests"]["memory"]
     assert pod(name)["terminationGracePeriodSeconds"] >= stop_seconds(pool / GIB)
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_probes_ask_what_they_should(name: str) -> None:
     """Start and liveness ask for the loop, readiness for the pool; all through the container."""
-    container = kvd_container(name)
-    asked = {
-        kind: container[kind]["exec"]["command"][-1]
-        for kind in ("startupProbe", "livenessProbe", "readinessProbe")
-        if kind in container
-    }
-    assert asked["startupProbe"] == asked["livenessProbe"] == "/livez"
-    assert asked.get("readinessProbe", "/readyz") == "/readyz"
-    for kind in asked:
-        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.report.probe"]
-        assert container[kind]["timeoutSeconds"] == 5
-    start = container["startupProbe"]
+    kvd = container(name)
+    paths = {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
+    for kind in paths.keys() & kvd.keys():
+        command = ["python", "-m", "kvd.report.probe", paths[kind]]
+        assert (kvd[kind]["exec"]["command"], kvd[kind]["timeoutSeconds"]) == (command, 5)
+    start = kvd["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= 300
+    assert "livenessProbe" in kvd
 
 
 @pytest.mark.parametrize("name", ["engine.yaml", "sidecar.yaml"])
 def test_engines_share_the_sockets_read_only_and_not_the_pool(name: str) -> None:
     """The runtime directory is mounted read-only where kvd expects it; /dev/shm is their own."""
-    (engine,) = [each for each in pod(name)["containers"] if each["name"] == "vllm"]
-    mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
-    assert mounts[Settings().runtime_dir]["readOnly"] is True
-    volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
-    assert "emptyDir" in volumes[mounts["/dev/shm"]["name"]]
-    if name == "sidecar.yaml":
-        pool = {mount["mountPath"]: mount["name"] for mount in kvd_container(name)["volumeMounts"]}
-        assert pool["/dev/shm"] != mounts["/dev/shm"]["name"]
+    engine = container(name, "vllm")
+    by_path = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
+    assert by_path[Settings().runtime_dir]["readOnly"] is True
+    memory = by_path["/dev/shm"]["name"]
+    assert [vol["name"] for vol in pod(name)["volumes"] if "emptyDir" in vol].count(memory) == 1
+    assert name != "sidecar.yaml" or memory not in mounts(container(name))
 
 
 def test_a_mooncake_cluster_is_found_and_closed_to_others() -> None:

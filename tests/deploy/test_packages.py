@@ -24,8 +24,6 @@ from tests.waiting import eventually
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE = (DOCKER / "compose.yaml").read_text()
-
-
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE)["services"]
 
 

@@ -63,16 +63,6 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
-def test_the_user_is_a_system_user_and_keeps_its_shared_memory() -> None:
-    """Nothing of systemd's removes the pool's file between two starts."""
-    service = parsed("kvd.service")["Service"]
-    assert service["RemoveIPC"] == "no"
-    assert service["RuntimeDirectoryPreserve"] == "yes"
-    assert "DynamicUser" not in service
-    entry = (SYSTEMD / "kvd.sysusers.conf").read_text().splitlines()[-1].split()
-    assert entry[:3] == ["u", service["User"], "-"]
-
-
 @pytest.mark.parametrize("old", ['pool_dir = "/mnt/old"', ""])
 def test_the_pool_moves_to_huge_pages_whatever_the_settings_file_has(
     tmp_path: Path, old: str
@@ -89,35 +79,37 @@ def test_the_pool_moves_to_huge_pages_whatever_the_settings_file_has(
         assert (settings.cpu_bytes, list(settings.quota)) == ("1GiB", ["llama"])
 
 
-def test_the_unit_and_the_daemons_settings_agree() -> None:
-    """A wrong setting is not tried again, a stop has time to drain, directories are the same."""
+def test_the_unit_and_what_lies_beside_it_agree_with_the_daemon() -> None:
+    """A wrong setting is not tried again, a stop has time to drain, directories are the same.
+
+    The user is a system user; nothing of systemd's removes the pool's file between two starts.
+    """
     service = parsed("kvd.service")["Service"]
     assert service["Restart"] == "on-failure"
     assert service["RestartPreventExitStatus"] == str(os.EX_CONFIG)
+    assert service["RemoveIPC"] == "no"
+    assert service["RuntimeDirectoryPreserve"] == "yes"
+    assert "DynamicUser" not in service
     settings = Sources(config=DEPLOY / "kvd.toml", environment={}).load().settings
     assert float(service["TimeoutStopSec"]) >= settings.drain_seconds + 60
-    line = (SYSTEMD / "kvd.tmpfiles.conf").read_text().splitlines()[-1].split()
+    user = (SYSTEMD / "kvd.sysusers.conf").read_text().splitlines()[-1].split()
+    assert user[:3] == ["u", service["User"], "-"]
+    directory = (SYSTEMD / "kvd.tmpfiles.conf").read_text().splitlines()[-1].split()
     expected = [f"/run/{service['RuntimeDirectory']}", service["RuntimeDirectoryMode"]]
-    assert line[1:5] == [*expected, service["User"], service["Group"]]
+    assert directory[1:5] == [*expected, service["User"], service["Group"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("kvd.service", "ExecStart"),
-        ("kvd.service", "ExecReload"),
-        ("wait-ready.conf", "ExecStartPost"),
-    ],
-)
-def test_the_commands_of_the_units_are_ones_that_kvd_takes(name: str, key: str) -> None:
+def test_the_commands_of_the_units_are_ones_that_kvd_takes() -> None:
     """Command and options exist."""
-    _, *words = parsed(name)["Service"][key].split()
-    found: click.Command | None = cli
-    while isinstance(found, click.Group):
-        found = found.get_command(click.Context(found), words.pop(0))
-    assert found is not None
-    known = {option for parameter in found.params for option in parameter.opts}
-    assert {option for option in words if option.startswith("--")} <= known
+    service, drop_in = parsed("kvd.service")["Service"], parsed("wait-ready.conf")["Service"]
+    for line in (service["ExecStart"], service["ExecReload"], drop_in["ExecStartPost"]):
+        _, *words = line.split()
+        command: click.Command | None = cli
+        while isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), words.pop(0))
+        assert command is not None
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {option for option in words if option.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])

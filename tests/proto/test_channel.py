@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd_proto.channel import READ_BYTES, Channel, ReceivedFrame, close_all
-from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
+from kvd_proto.errors import BadFrame, DescriptorsLost
 from kvd_proto.messages import MAX_DESCRIPTORS
-from kvd_proto.zmtp import MAX_COMMANDS, Decoder, command, frame_header, opening
+from kvd_proto.zmtp import Decoder, command, frame_header, opening
 from tests.descriptors import open_on
 from tests.waiting import PATIENCE
 
@@ -109,17 +109,6 @@ def test_what_is_no_message_is_refused_at_once(start: bytes) -> None:
     """Other protocols, early traffic, several parts and commands out of bounds."""
     with pytest.raises(BadFrame):
         decoded(Decoder(LIMIT), start)
-
-
-def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
-    """A flood of them waits for its answers to be fetched, and what follows it is not lost."""
-    decoder = Decoder(LIMIT)
-    assert decoded(decoder, HELLO) == []
-    flood = command(b"PING", b"\0\0") * (MAX_COMMANDS + 1)
-    assert decoded(decoder, flood + message(b"after")) == []
-    assert decoder.take_pongs() == command(b"PONG", b"") * MAX_COMMANDS
-    assert decoder.next_message() == b"after"
-    assert decoder.take_pongs() == command(b"PONG", b"")
 
 
 def test_a_message_that_was_returned_is_not_kept() -> None:
@@ -219,21 +208,6 @@ def test_descriptors_come_with_the_message_that_they_were_sent_with(
         assert got == sent
         assert not left.wants_write
         assert (left.unsent_bytes, right.undecoded_bytes) == (0, 0)
-
-
-def test_what_waits_to_be_sent_is_bounded() -> None:
-    """A peer that never reads makes send raise ChannelFull; nothing of that message is sent."""
-    left, right = socket.socketpair()
-    channel = Channel(left, max_unsent_bytes=200_000)
-    while channel.unsent_bytes <= 200_000:
-        channel.send(bytes(50_000))
-    with event() as fd:
-        before = channel.unsent_bytes
-        with pytest.raises(ChannelFull, match="does not read"):
-            channel.send(bytes(50_000), [fd])
-        assert channel.unsent_bytes == before
-    channel.close()
-    right.close()
 
 
 def ride_alone(peer: socket.socket, fd: int) -> None:

@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
-from kvd.cache.stores import MakeDescriptions
 from kvd.errors import PoolError, Refusal
 from kvd.machine import memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
-from kvd.pool.geometry import FillOrder
 from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles
 from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
@@ -90,23 +88,11 @@ class Life:
 Start = Callable[..., Life]
 
 
-def maker(
-    cpu_bytes: int,
-    make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
-    resets: ResetTable | None = None,
-) -> MakeNamespaces:
+def maker(cpu_bytes: int, **options: Any) -> MakeNamespaces:
     """As the daemon makes its namespaces."""
-
-    def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
-        return make_namespaces(
-            cpu_bytes,
-            ledger_setup=ledger_setup,
-            resets=resets,
-            fill=fill,
-            make_descriptions=make_descriptions,
-        )
-
-    return make
+    return lambda ledger_setup, fill: make_namespaces(
+        cpu_bytes, ledger_setup=ledger_setup, fill=fill, **options
+    )
 
 
 @pytest.fixture
@@ -127,7 +113,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         kept = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
         descriptions = DescriptionFiles(kept.open_descriptions)
         try:
-            pool, namespaces = kept.open(cpu_bytes, maker(cpu_bytes, descriptions.make, resets))
+            make = maker(cpu_bytes, make_descriptions=descriptions.make, resets=resets)
+            pool, namespaces = kept.open(cpu_bytes, make)
         except (PoolError, Refusal):
             kept.close()
             raise
@@ -226,39 +213,34 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     killed: bool,
 ) -> None:
     """Memory runs out half-way, or the daemon is killed there: the next one has every chunk."""
-    keys = kept_chunks(start)
-    before = contents(area(tmp_path))
-    real = os.posix_fallocate
+    keys, place, real = kept_chunks(start), area(tmp_path), os.posix_fallocate
+    before = contents(place)
 
     def half(fd: int, first: int, length: int) -> None:
         real(fd, first, length * 2 // 3)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def fails() -> Life:
-        life = start(3 * SIZE, **change)
-        life.open(0)
-        monkeypatch.setattr(os, "posix_fallocate", half)
+    life = start(3 * SIZE, **change)
+    life.open(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", half)
         life.allocate()
-        monkeypatch.undo()
-        assert "No space left" in life.pool.error
-        taken = (area(tmp_path) / "pool").stat().st_blocks * 512
-        assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
-        return life
-
+    assert "No space left" in life.pool.error
+    taken = (place / "pool").stat().st_blocks * 512
+    assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
     if killed:
-        fails().kill()
-        assert contents(area(tmp_path)) != before
+        life.kill()
+        assert contents(place) != before
     else:
-        life = fails()
         life.keep.allocation_failed()
         assert life.keep.retained_text
         life.end()
-        assert contents(area(tmp_path)) == before
+        assert contents(place) == before
     life = start()
     assert set().union(*life.held) == keys
     assert life.pool.ready
-    assert (area(tmp_path) / "pool").stat().st_size == SIZE + TRAILER_BYTES
-    assert not list(area(tmp_path).glob("*.new"))
+    assert (place / "pool").stat().st_size == SIZE + TRAILER_BYTES
+    assert not list(place.glob("*.new"))
 
 
 def test_a_full_filesystem_hinders_no_restart(
@@ -569,21 +551,19 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are whole pages, room is what is free of them, and notes go where files are written."""
-    huge, notes = tmp_path / "huge", tmp_path / "shm"
+    huge, notes, mounts = tmp_path / "huge", tmp_path / "shm", tmp_path / "mounts"
     huge.mkdir()
     notes.mkdir()
     real = os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
-        found = list(real(path))
+        fields = list(real(path))
         if Path(path).is_relative_to(huge):
-            found[0] = found[1] = 2**21
-            found[2] = found[3] = found[4] = 0  # no size option: the mount knows nothing
-        return os.statvfs_result(found)
+            fields[:5] = [2**21, 2**21, 0, 0, 0]  # no size option: the mount knows nothing
+        return os.statvfs_result(fields)
 
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    mounts = tmp_path / "mounts"
     mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
+    monkeypatch.setattr(os, "statvfs", statvfs)
     monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
@@ -598,9 +578,8 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     assert pool.fill.piece_bytes % 2**21 == 0
     assert (notes / pool_directory_name(RUNTIME, huge) / "manifest.json").exists()
     assert kept.reusable_cpu_bytes() == 2**21 + 1
-    with pytest.raises(
-        PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
-    ):
+    remedy = r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
+    with pytest.raises(PoolError, match=remedy):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
     beside = PersistentPool(notes, RUNTIME, persistent=True)  # where the notes of the other lie
