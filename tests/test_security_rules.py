@@ -138,9 +138,7 @@ RULES = {
         "test_one_user_leaves_room_for_others",
         "test_a_thousand_idle_connections_cost_little_and_leave_nothing",
     ),
-    "stuck closes": (
-        "test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer",
-    ),
+    "stuck closes": ("test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer",),
     "namespaces": ("test_one_model_too_many_is_refused_with_the_setting",),
     "leases": ("test_one_lease_too_many_pins_nothing_and_is_counted",),
     "slots on loan": (

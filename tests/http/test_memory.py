@@ -10,7 +10,7 @@ import pytest
 from kvd.broker.forecast import advice
 from kvd.metrics.reading import NOTHING
 from kvd.metrics.schema import ForecastStatus
-from tests.http.browser import CONTRAST, NAMELESS, SPLIT, Show
+from tests.http.conftest import CONTRAST, NAMELESS, SPLIT, Show
 from tests.http.serving import Asked
 from tests.report.reports import LONG_NAMES, STEEP, forecast, loaded_report
 

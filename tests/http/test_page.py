@@ -19,7 +19,7 @@ from kvd.metrics.conditions import conditions
 from kvd.metrics.reading import NOTHING, Span, shorten
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, daemon_left_clean
-from tests.http.browser import (
+from tests.http.conftest import (
     CONTACT,
     CONTRAST,
     NAMELESS,
