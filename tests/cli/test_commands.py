@@ -60,18 +60,15 @@ def test_every_command_has_examples_that_it_understands(path: str) -> None:
                 assert word.split("=")[0] in known, f"{line}: {name} has no {word}"
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-sglang", "demo-vllm", "selftest"])
 def test_a_tool_that_is_not_installed_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the tools' distribution one sentence names it, exit status 1."""
     monkeypatch.setattr("kvd.cli._foreign_commands", list)
-    result = CliRunner().invoke(cli, [name])
-    assert result.exit_code == 1
-    assert result.stderr == (
-        f"Error: kvd {name} is not installed here;"
-        " in kvd's source tree run: pip install ./client/tools\n"
-    )
+    remedy = "is not installed here; in kvd's source tree run: pip install ./client/tools"
+    for name in ("demo", "demo-sglang", "demo-vllm", "selftest"):
+        result = CliRunner().invoke(cli, [name])
+        assert (result.exit_code, result.stderr) == (1, f"Error: kvd {name} {remedy}\n")
 
 
 def test_bash_completes_commands_options_and_words() -> None:
@@ -110,13 +107,6 @@ def fake(runtime_dir: Path) -> Iterator[FakeDaemon]:
         yield started
 
 
-@pytest.fixture
-def broker_socket(runtime_dir: Path) -> Path:
-    """Where a daemon would listen."""
-    runtime_dir.mkdir()
-    return runtime_dir / "broker.sock"
-
-
 @pytest.mark.parametrize(
     ("act", "why"),
     [
@@ -146,8 +136,9 @@ def test_a_request_without_a_reply_names_the_cause(
         control.request(Ping(), SOON if "within" in why else None)
 
 
-def test_an_absent_daemon_is_named_with_the_systems_reason(broker_socket: Path) -> None:
+def test_an_absent_daemon_is_named_with_the_systems_reason(tmp_path: Path) -> None:
     """No socket, a file that is none, one on which nothing listens, a name that is too long."""
+    broker_socket = tmp_path / "broker.sock"
     start = "; start one with: kvd serve"
     with pytest.raises(NotRunning, match=rf"no daemon answers .*\(No such file .*{start}"):
         ToolConnection(broker_socket.parent)
@@ -164,8 +155,9 @@ def test_an_absent_daemon_is_named_with_the_systems_reason(broker_socket: Path) 
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_a_frozen_daemon_is_named_in_time(broker_socket: Path, *, accepts: bool) -> None:
+def test_a_frozen_daemon_is_named_in_time(tmp_path: Path, *, accepts: bool) -> None:
     """The system accepts for it and nothing answers, or its backlog is full."""
+    broker_socket = tmp_path / "broker.sock"
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(broker_socket))
         frozen.listen(0)

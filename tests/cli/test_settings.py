@@ -204,28 +204,23 @@ def test_a_file_that_may_not_be_reached_says_who_may(
 
 def test_a_misspelt_variable_is_warned_of_and_foreign_ones_are_not() -> None:
     """KVD_CPU_BYTE is a mistake; KVD_PORT comes from an orchestrator and is nobody's."""
-    environment = {
-        "KVD_CPU_BYTE": "1GiB",
-        "KVD_PORT": "tcp://10.0.0.1:80",
-        "KVD_CONFIG": "/dev/null",
-    }
+    variables = {"KVD_CPU_BYTE": "1GiB", "KVD_PORT": "tcp://10.0.0.1:80"}
+    environment = variables | {"KVD_CONFIG": "/dev/null"}
     loaded = Sources(environment=environment).load()
     assert loaded.warnings == ("KVD_CPU_BYTE is no setting; did you mean KVD_CPU_BYTES?",)
 
 
-def test_generated_files_are_current() -> None:
-    """deploy/kvd.toml and the table in docs/configuration.md agree with the settings."""
+def test_generated_files_are_current(file: Path) -> None:
+    """deploy/kvd.toml and the table in docs/configuration.md agree with the settings.
+
+    Each commented setting of deploy/kvd.toml can be put to use as it stands.
+    """
     page = generate_configuration.PAGE.read_text(encoding="utf-8")
     assert generate_configuration.page(page) == page, "run make docs"
-    assert (
-        generate_configuration.SAMPLE.read_text(encoding="utf-8") == generate_configuration.sample()
-    )
-
-
-def test_the_sample_with_every_line_in_use_gives_the_defaults(file: Path) -> None:
-    """Each commented setting of deploy/kvd.toml can be put to use as it stands."""
-    lines = generate_configuration.SAMPLE.read_text(encoding="utf-8").splitlines()
-    used = [line.removeprefix("#") for line in lines if line.startswith("#") and line[1:2] != " "]
+    sample = generate_configuration.SAMPLE.read_text(encoding="utf-8")
+    assert sample == generate_configuration.sample()
+    lines = [line for line in sample.splitlines() if line.startswith("#")]
+    used = [line.removeprefix("#") for line in lines if line[1:2] != " "]
     assert len(used) == len(SETTINGS)
     file.write_text("\n".join(used))
     loaded = Sources(config=file, environment={}).load()
