@@ -51,7 +51,7 @@ def test_every_command_has_examples_that_it_understands(path: str) -> None:
         assert path in line, f"an example of {path} is about something else: {line}"
         words = shlex.split(line[line.index("kvd ") :], comments=True)
         typed = " ".join([*words, ""])
-        name = max((each for each in ALL if typed.startswith(f"{each} ")), key=len)
+        name = max((command for command in ALL if typed.startswith(f"{command} ")), key=len)
         known = {option for parameter in ALL[name].params for option in parameter.opts}
         for word in words:
             if word in {"|", "&&", ">"}:

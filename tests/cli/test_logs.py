@@ -41,11 +41,11 @@ def test_json_is_one_object_a_line_whatever_is_said(text: str, name: str) -> Non
         record("%s", text, engine=name, rank=3)
     )
     assert len(line.splitlines()) == 1
-    told = json.loads(line)
-    assert told["event"] == text
-    assert (told["engine"], told["rank"], told["lane"]) == (name, 3, "host")
-    assert (told["level"], told["logger"]) == ("info", "kvd.test")
-    assert told["time"].endswith("Z")
+    fields = json.loads(line)
+    assert fields["event"] == text
+    assert (fields["engine"], fields["rank"], fields["lane"]) == (name, 3, "host")
+    assert (fields["level"], fields["logger"]) == ("info", "kvd.test")
+    assert fields["time"].endswith("Z")
 
 
 @given(text=st.text(), style=st.sampled_from(["plain", "colour", "journal"]))
@@ -76,9 +76,9 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
             (now, line) for line in limiter.admits(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
     written += [(now, line) for line in limiter.expire(float("inf"))]
-    told = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
+    notices = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
     plain = [(at, line) for at, line in written if not str(line.msg).startswith("left out")]
-    left_out = sum(int(line.getMessage().split()[2]) for _, line in told)
+    left_out = sum(int(line.getMessage().split()[2]) for _, line in notices)
     assert len(plain) + left_out == len(gaps)
     for kind in {line.msg for _, line in plain}:
         times = [at for at, line in plain if line.msg == kind]

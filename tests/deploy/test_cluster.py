@@ -48,8 +48,8 @@ def container(name: str, of: str = "kvd") -> dict[str, Any]:
     """A pod's container, the daemon's or another."""
     spec = pod(name)
     every: list[dict[str, Any]] = [*spec["containers"], *spec.get("initContainers", [])]
-    (found,) = [each for each in every if each["name"] == of]
-    return found
+    (named,) = [container_spec for container_spec in every if container_spec["name"] == of]
+    return named
 
 
 def mounts(of: dict[str, Any]) -> dict[str, str]:
@@ -75,8 +75,8 @@ def test_manifests_follow_the_schemas(name: str, version: str) -> None:
 def test_registry_and_version_of_an_image_stand_in_one_place() -> None:
     """Manifests name images without registry and tag; kustomization.yaml says which each one is."""
     text = (KUBERNETES / "kustomization.yaml").read_text()
-    found = yaml.safe_load(text)
-    named = {image["name"]: image["newTag"] for image in found["images"]}
+    kustomization = yaml.safe_load(text)
+    named = {image["name"]: image["newTag"] for image in kustomization["images"]}
     assert named["kvd"] == named["kvd-mooncake"] == VERSION
     used = {
         image
@@ -85,7 +85,7 @@ def test_registry_and_version_of_an_image_stand_in_one_place() -> None:
     }
     assert used == set(named)
     assert set(re.findall(r"- (\S+\.yaml)", text)) == set(FILES)
-    assert found["resources"] == ["daemonset.yaml"]
+    assert kustomization["resources"] == ["daemonset.yaml"]
 
 
 def test_the_operators_job_is_the_one_of_the_rules() -> None:

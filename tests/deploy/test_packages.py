@@ -41,9 +41,9 @@ def test_the_compose_files_follow_the_schema(tmp_path: Path) -> None:
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     good = run(*check, str(DOCKER / "compose.yaml"), str(DOCKER / "compose.mooncake.yaml"))
     assert good.returncode == 0, good.stdout
-    wrong = tmp_path / "compose.yaml"
-    wrong.write_text((DOCKER / "compose.yaml").read_text().replace("shm_size:", "shmsize:"))
-    assert run(*check, str(wrong)).returncode == 1
+    misspelt = tmp_path / "compose.yaml"
+    misspelt.write_text((DOCKER / "compose.yaml").read_text().replace("shm_size:", "shmsize:"))
+    assert run(*check, str(misspelt)).returncode == 1
 
 
 def test_no_service_is_privileged() -> None:
@@ -66,16 +66,16 @@ def test_a_large_pool_fits() -> None:
     assert int(room) > int(pool)
     grace = int(kvd["stop_grace_period"].removesuffix("s"))
     assert grace >= stop_seconds(int(pool))
-    told = re.findall(r"(\d+) s\s+(?:# )?here, (\d+) s for 1 TiB", COMPOSE)
-    assert told == [(str(ceil(stop_seconds(int(pool)))), str(ceil(stop_seconds(1024))))]
+    documented = re.findall(r"(\d+) s\s+(?:# )?here, (\d+) s for 1 TiB", COMPOSE)
+    assert documented == [(str(ceil(stop_seconds(int(pool)))), str(ceil(stop_seconds(1024))))]
 
 
 def test_a_mooncake_cluster_is_closed_to_others() -> None:
     """Its network leads nowhere else, nothing is published, and kvd is told where the master is."""
     text = (DOCKER / "compose.mooncake.yaml").read_text()
-    found = yaml.safe_load(text)
-    assert found["networks"] == {"mooncake": {"internal": True}}
-    services = found["services"]
+    compose = yaml.safe_load(text)
+    assert compose["networks"] == {"mooncake": {"internal": True}}
+    services = compose["services"]
     for name, service in services.items():
         assert service["networks"] == ["mooncake"], name
         assert "ports" not in service, name
@@ -138,14 +138,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_a_wheel_holds_what_is_not_python(wheels: list[Path]) -> None:
     """Kernel, page and marker files that lie in the packages are in the wheels too."""
-    held = {name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
+    packed = {name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
     packages = ("kvd", "client/kvd_client", "client/tools/kvd_tools", "proto/kvd_proto")
     tracked = run("git", "-C", ROOT, "ls-files", *packages)
     assert tracked.returncode == 0, tracked.stderr
     files = [name for name in tracked.stdout.splitlines() if (ROOT / name).exists()]
     names = {re.sub("^(client/tools|client|proto)/", "", name) for name in files}
     assert {name for name in names if not name.endswith(".py")} >= {"kvd/report/page/app.js"}
-    assert names <= held
+    assert names <= packed
 
 
 def test_the_wheels_install_without_an_index_and_run(wheels: list[Path], tmp_path: Path) -> None:
@@ -170,5 +170,5 @@ def test_no_instruction_installs_by_name() -> None:
     """Pages, scripts and errors name the checkout or a wheel: the name may be another's."""
     by_name = r"install[^|`]* '?kvd-offload"
     places = (":!tests", ":!CHANGELOG.md", ":!pyproject.toml")
-    found = run("git", "-C", ROOT, "grep", "-nE", by_name, "--", ".", *places)
-    assert found.stdout == ""
+    matches = run("git", "-C", ROOT, "grep", "-nE", by_name, "--", ".", *places)
+    assert matches.stdout == ""

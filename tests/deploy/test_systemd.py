@@ -176,7 +176,7 @@ class Manager:
     def until(self, line: str, seconds: float = 60.0) -> list[str]:
         """Every line up to the message that holds `line` (a beginning suffices)."""
         seen: list[str] = []
-        while not any(each.startswith(line) for each in seen):
+        while not any(said.startswith(line) for said in seen):
             message = self.receive(seconds)
             assert message, f"{line} did not come; {seen}"
             seen += message

@@ -188,8 +188,8 @@ SHOWN_PID = "document.getElementById('identity').textContent.match(/process (\\d
 @pytest.fixture(scope="module")
 def broker() -> Iterator[tuple[Asked, int]]:
     """A broker whose report is made up, and the port of its page."""
-    with served(loaded_report()) as found:
-        yield found
+    with served(loaded_report()) as serving:
+        yield serving
 
 
 @pytest.fixture

@@ -356,7 +356,9 @@ def test_a_client_that_does_not_read_is_disconnected(web: Daemon) -> None:
     child = http_process(web)
 
     def connected(client: socket.socket) -> bool:
-        return client.getsockname() in [each.raddr for each in child.net_connections("tcp")]
+        return client.getsockname() in [
+            connection.raddr for connection in child.net_connections("tcp")
+        ]
 
     with idle_connection(web, receive_buffer=4096) as deaf, over_tcp(web) as client:
         assert eventually(lambda: connected(deaf))

@@ -130,18 +130,18 @@ def test_engines_are_shown_up_to_a_bound_and_counted_all() -> None:
 
 def test_every_metric_is_told_with_its_labels() -> None:
     """What is exposed is a row of docs/http.md or of the report, with these labels and no more."""
-    told = {
+    documented = {
         name: set(re.findall(r"`(\w+)`", labels)) for name, labels in ROW.findall(DOCS.read_text())
     }
-    told |= {row.metric: set(row.label_names) for row in REPORT_FIELDS if row.metric}
-    found = {}
+    documented |= {row.metric: set(row.label_names) for row in REPORT_FIELDS if row.metric}
+    exposed = {}
     for family in Exposition(REPORT, 0.0).collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         for sample in family.samples:
-            assert sample.labels.keys() - {"le"} == told[name]
-        found[name] = family
-    assert found.keys() == told.keys()
-    labels = {label for labels in told.values() for label in labels}
+            assert sample.labels.keys() - {"le"} == documented[name]
+        exposed[name] = family
+    assert exposed.keys() == documented.keys()
+    labels = {label for labels in documented.values() for label in labels}
     assert not {"key", "pid", "session"} & labels
 
 

@@ -64,8 +64,8 @@ def engines_at_work(runtime_dir: Path, *models: str) -> Iterator[None]:
         working = [threads.submit(work, engine.wait_attached(), stop) for engine in engines]
         yield
         stop.set()
-        for each in working:
-            each.result(60)
+        for worker in working:
+            worker.result(60)
 
 
 def work(engine: Engine, stop: threading.Event) -> None:
@@ -77,8 +77,8 @@ def work(engine: Engine, stop: threading.Event) -> None:
         engine.scheduler.lookup_many(keys)
         # The other model may take slots on loan back before they are written.
         engine.store(keys, first_block=1, must=False)
-        _, wrong = engine.load(keys, first_block=BLOCKS // 2 + 1)
-        assert wrong == 0
+        _, wrong_chunks = engine.load(keys, first_block=BLOCKS // 2 + 1)
+        assert wrong_chunks == 0
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_picture_for_the_readme(tab: OpenTab, busy: Daemon, tmp_path: Path) ->
 
 def judged(report: dict[str, Any]) -> dict[str, Any]:
     """The report with what is wrong in it, as the broker would find it."""
-    return report | {"conditions": [asdict(found) for found in conditions(Span(report))]}
+    return report | {"conditions": [asdict(condition) for condition in conditions(Span(report))]}
 
 
 def test_what_is_wrong_comes_first_with_the_remedy(show: Show, broker: tuple[Asked, int]) -> None:
@@ -228,9 +228,9 @@ def test_what_is_wrong_comes_first_with_the_remedy(show: Show, broker: tuple[Ask
     page.until("/Nothing is wrong|All is well/.test(document.getElementById('now').textContent)")
     asked, _ = broker
     known = {name: asked.status[name] for name in ("pid", "boot_id")}
-    wrong = changed(loaded_report(61.0), "draining", to=True)
-    wrong["tiers"][0] |= {"set_aside_seconds": 75.0, "breaker": "open", "state_seconds": 75.0}
-    asked.status = judged(wrong) | known
+    report = changed(loaded_report(61.0), "draining", to=True)
+    report["tiers"][0] |= {"set_aside_seconds": 75.0, "breaker": "open", "state_seconds": 75.0}
+    asked.status = judged(report) | known
     for words in ("kvd resume", "set aside"):
         page.until(f"document.getElementById('problems').textContent.includes('{words}')")
     page.until(r"/at most 12\sms late/.test(document.getElementById('broker-figures').textContent)")

@@ -44,7 +44,7 @@ class Changing:
 
     def open(self, *, warm: bool) -> None:
         """A new daemon's directory, without the chunks of the one before or with them."""
-        kept = self.kept() if warm else None
+        chunks = self.kept() if warm else None
         header = DirectoryHeader.plan(
             *(SLOTS, bytes(16), bytes(16), 4, RING), tier_capacity=HOMES, num_tiers=TIERS
         )
@@ -53,8 +53,8 @@ class Changing:
         self.writer = DirectoryWriter(self.buffer, header)
         assert self.writer.tiers is not None
         self.tiers = self.writer.tiers
-        if kept is not None:
-            self.writer.restore(kept, np.ones(len(kept), np.uint64))
+        if chunks is not None:
+            self.writer.restore(chunks, np.ones(len(chunks), np.uint64))
 
     def view(self) -> "InterruptedView":
         """Of the directory of now."""
@@ -80,16 +80,16 @@ class Changing:
         """As a ledger keeps them."""
         fields = ("<u8", "<u4", "<u2", "<u2", "u1", "<u2", "V48")
         names = ("generation", "hash", "first", "count", "key_len", "group", "key")
-        found = self.found()
+        ready = self.found()
         records = np.array(
             [
                 (generation, crc32(key), first, count, len(key), 0, key.ljust(48, b"\0"))
-                for key, (_, generation, first, count) in found.items()
+                for key, (_, generation, first, count) in ready.items()
             ],
             np.dtype(list(zip(names, fields, strict=True))),
         )
-        slots = np.array([place[0] for place in found.values()], np.int64)
-        return LedgerChunks(slots, np.zeros(len(found), np.uint64), records)
+        slots = np.array([place[0] for place in ready.values()], np.int64)
+        return LedgerChunks(slots, np.zeros(len(ready), np.uint64), records)
 
     def apply(self, operation: Operation) -> None:
         """Do one; what is not possible now changes nothing."""
@@ -159,14 +159,14 @@ class InterruptedView(DirectoryView):
 
     def ready_chunks(self, begin: int, end: int) -> list[tuple[int, int, int, int, bytes]]:
         """The same, slot by slot; of one that changes meanwhile half is of either chunk."""
-        found = []
+        chunks = []
         for slot in range(begin, min(end, self.num_slots)):
             here = super().ready_chunks(slot, slot + 1)
             if self.happen():
                 for _, generation, first, count, _ in super().ready_chunks(slot, slot + 1):
                     here = [(slot, generation, first, count, key) for *_, key in here]
-            found += here
-        return found
+            chunks += here
+        return chunks
 
 
 class InterruptedTable(TierTableView):
@@ -176,9 +176,9 @@ class InterruptedTable(TierTableView):
 
     def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
         """The same, place by place."""
-        found = []
+        chunks = []
         for place in reversed(range(begin, end)):
             if here := super().held_chunks(place, place + 1):
                 self.view.happen()
-            found += here
-        return found
+            chunks += here
+        return chunks

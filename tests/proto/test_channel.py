@@ -118,11 +118,11 @@ def test_a_message_that_was_returned_is_not_kept() -> None:
     tracemalloc.start()
     try:
         assert decoded(decoder, HELLO + message(bytes(large)) + b"\0") == [bytes(large)]
-        kept, _ = tracemalloc.get_traced_memory()
+        traced_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(decoder) == 1
-    assert kept < large // 8
+    assert traced_bytes < large // 8
 
 
 MIB = 2**20

@@ -119,10 +119,10 @@ def test_what_contradicts_itself_is_no_description(changes: dict[str, Any], text
 def test_other_bytes_are_no_description(encoded: bytes) -> None:
     """Whatever bytes there are: they are decoded to a valid description, or there is one error."""
     try:
-        found = decode(encoded)
+        description = decode(encoded)
     except DescriptionError:
         return
-    assert decode(encode(found)) == found
+    assert decode(encode(description)) == description
 
 
 def test_a_description_is_read_for_its_slot_and_generation_alone(fd: int) -> None:

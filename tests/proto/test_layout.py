@@ -200,8 +200,8 @@ def test_the_operators_table_follows_from_the_measured_figures() -> None:
     assert len(rows) == 6
     for size, ranks, figures in rows:
         pool = parse_size(size)
-        each = pool // 8 if ranks == "TP 8" else pool
-        of_gpu = CONTEXT_GPU_BYTES + pin_gpu_bytes(each)
+        gpu_pool = pool // 8 if ranks == "TP 8" else pool
+        of_gpu = CONTEXT_GPU_BYTES + pin_gpu_bytes(gpu_pool)
         kernel = pin_kernel_bytes(pool, 8 if ranks == "TP 8, replicated" else 1)
         off = [math.ceil(1000 * of_gpu / mib / 2**20) / 1000 for mib in (81_559, 143_771)]
         columns = figures.split(" | ")

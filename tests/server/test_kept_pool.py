@@ -110,17 +110,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for life in lives:
             life.end()
         lives.clear()
-        kept = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
-        descriptions = DescriptionFiles(kept.open_descriptions)
+        keep = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
+        descriptions = DescriptionFiles(keep.open_descriptions)
         try:
             make = maker(cpu_bytes, make_descriptions=descriptions.make, resets=resets)
-            pool, namespaces = kept.open(cpu_bytes, make)
+            pool, namespaces = keep.open(cpu_bytes, make)
         except (PoolError, Refusal):
-            kept.close()
+            keep.close()
             raise
-        lives.append(Life(kept, pool, namespaces, descriptions))
+        lives.append(Life(keep, pool, namespaces, descriptions))
         if pool.may_be_used:  # as the daemon's loop does before lanes start
-            kept.commit()
+            keep.commit()
         return lives[0]
 
     yield begin_life
@@ -360,7 +360,7 @@ def test_damaged_or_foreign_pool_files_are_not_used(
 
 
 @pytest.mark.parametrize(
-    ("files", "said", "held"),
+    ("files", "said", "restored"),
     [
         ((".ledger",), "the ledger or the pool is an older copy", ""),
         (("pool",), "the ledger or the pool is an older copy", ""),
@@ -376,7 +376,7 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
     caplog: pytest.LogCaptureFixture,
     files: tuple[str, ...],
     said: str,
-    held: str,
+    restored: str,
 ) -> None:
     """A ledger or a pool that is older than the other is not believed, whole as it is."""
     caplog.set_level("INFO")
@@ -395,7 +395,7 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
     caplog.clear()
     life = start()
     assert said in caplog.text
-    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[held]
+    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[restored]
     assert life.held == ([set(keys)] if keys else [])
 
 
@@ -434,8 +434,8 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
                 patch.setattr(owner, name, killed)
                 with pytest.raises(Killed):
                     start(size, cold=True)
-        found = set().union(*start().held)
-        assert found == (old if name == "clear_trailer" else set()), name
+        restored = set().union(*start().held)
+        assert restored == (old if name == "clear_trailer" else set()), name
         life = start(2 * SIZE)
         life.allocate()
         life.keep.commit()
@@ -518,11 +518,11 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     namespace = life.open(0)
     assert namespace.salt == resets.salt_of(NAMES[0])
     store(namespace.table, keys_of("new", 2))
-    again = start(resets=resets)
-    assert again.held == [set(keys_of("new", 2))]
-    _, _, lack = again.namespaces.reset(again.open(0))
+    following = start(resets=resets)
+    assert following.held == [set(keys_of("new", 2))]
+    _, _, lack = following.namespaces.reset(following.open(0))
     assert not lack
-    store(again.table(), keys_of("newer", 2))
+    store(following.table(), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
     assert start(resets=ResetTable()).held == []
 
@@ -568,16 +568,20 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
     monkeypatch.setattr(state_files, "METADATA_DIR", notes)
-    found = Filesystem.of(huge)
-    assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
-    assert found.whole_pages(2**21 + 1) == 2**22
-    kept = PersistentPool(huge, RUNTIME, persistent=True)
-    pool, _ = kept.open(2**21 + 1, maker(2**21 + 1))
+    filesystem = Filesystem.of(huge)
+    assert (filesystem.page_bytes, filesystem.free_bytes, filesystem.writable) == (
+        2**21,
+        3 * 2**21,
+        False,
+    )
+    assert filesystem.whole_pages(2**21 + 1) == 2**22
+    keep = PersistentPool(huge, RUNTIME, persistent=True)
+    pool, _ = keep.open(2**21 + 1, maker(2**21 + 1))
     assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
     assert (notes / pool_directory_name(RUNTIME, huge) / "manifest.json").exists()
-    assert kept.reusable_cpu_bytes() == 2**21 + 1
+    assert keep.reusable_cpu_bytes() == 2**21 + 1
     remedy = r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
     with pytest.raises(PoolError, match=remedy):
         PoolMemory(huge / "large", 7 * 2**20)
@@ -585,8 +589,8 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     beside = PersistentPool(notes, RUNTIME, persistent=True)  # where the notes of the other lie
     assert beside.reusable_cpu_bytes() is None
     beside.close()
-    assert kept.reusable_cpu_bytes() == 2**21 + 1
-    assert kept.remove() == 2**21  # the trailer, in a page of its own
-    kept.close()
+    assert keep.reusable_cpu_bytes() == 2**21 + 1
+    assert keep.remove() == 2**21  # the trailer, in a page of its own
+    keep.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())

@@ -56,24 +56,24 @@ def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
 ) -> None:
     """One for each GPU, in order of bus ids, whose node's processors may be used, of several."""
     describe(machine, gpus, online)
-    found = gpu_nodes(set(allowed))
-    assert [(gpu.node.number, set(gpu.node.cpus)) for gpu in found] == expected
+    gpu_list = gpu_nodes(set(allowed))
+    assert [(gpu.node.number, set(gpu.node.cpus)) for gpu in gpu_list] == expected
     if len(expected) == len(gpus):
-        assert [gpu.device for gpu in found] == [device(bus) for bus in sorted(gpus)]
+        assert [gpu.device for gpu in gpu_list] == [device(bus) for bus in sorted(gpus)]
 
 
 def here() -> list[Node]:
     """The nodes of this machine on which this process may run."""
     allowed = os.sched_getaffinity(0)
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
-    found = [
+    nodes = [
         Node(
             int(folder.name[4:]),
             frozenset(parse_cpu_list((folder / "cpulist").read_text()) & allowed),
         )
         for folder in folders
     ]
-    return [node for node in found if node.cpus]
+    return [node for node in nodes if node.cpus]
 
 
 def test_memory_lies_where_the_thread_ran_that_allocated_it() -> None:

@@ -224,21 +224,21 @@ def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket
     rig: Rig,
 ) -> None:
     """The end of the process is enough; what it sent before is served."""
-    held, holding = os.pipe()
+    reading, writing = os.pipe()
     if not (process := os.fork()):  # it connects, and leaves the connection to a child
         client = RawClient(rig.runtime_dir)
         client.ask(hello())
         client.request(Unregister())
         if not os.fork():
-            os.close(holding)
-            os.read(held, 1)
+            os.close(writing)
+            os.read(reading, 1)
         os._exit(0)
     while not os.waitpid(process, os.WNOHANG)[0]:
         rig.turn()
     rig.settle()
     assert rig.core.state.counts.requests["Unregister"] == 1
     assert len(rig.sessions) == 0
-    close_all((held, holding))
+    close_all((reading, writing))
 
 
 def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None:
