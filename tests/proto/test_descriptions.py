@@ -157,16 +157,10 @@ def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> 
     """Hashes of 32 bytes, an adapter's name and an image in each block fit."""
     layout = flat_layout(4096, blocks=64, factor=factor)
     size = layout.groups[0].block_size
-    image = (("i" * 64, -17),)
-    description = described(
-        factor,
-        size,
-        parent=bytes(32),
-        kind="full_attention",
-        lora="a" * 200,
-        extra=(image,) * factor,
-        lookahead=bytes(4 * MAX_LOOKAHEAD_TOKENS),
-    )
+    image, lookahead = (("i" * 64, -17),), bytes(4 * MAX_LOOKAHEAD_TOKENS)
+    fields = {"parent": bytes(32), "kind": "full_attention", "lora": "a" * 200}
+    extra = (image,) * factor
+    description = described(factor, size, extra=extra, lookahead=lookahead, **fields)
     record = record_bytes(layout)
     assert record % 64 == 0
     assert len(encode(description)) <= max_description_bytes(record) < record

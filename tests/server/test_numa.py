@@ -66,14 +66,11 @@ def here() -> list[Node]:
     """The nodes of this machine on which this process may run."""
     allowed = os.sched_getaffinity(0)
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
-    nodes = [
-        Node(
-            int(folder.name[4:]),
-            frozenset(parse_cpu_list((folder / "cpulist").read_text()) & allowed),
-        )
+    cpus = {
+        int(folder.name[4:]): parse_cpu_list((folder / "cpulist").read_text()) & allowed
         for folder in folders
-    ]
-    return [node for node in nodes if node.cpus]
+    }
+    return [Node(number, frozenset(some)) for number, some in cpus.items() if some]
 
 
 def test_memory_lies_where_the_thread_ran_that_allocated_it() -> None:

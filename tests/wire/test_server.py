@@ -37,11 +37,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Makes servers at ``tmp_path / "socket"``."""
     with ExitStack() as stack:
 
-        def server(epoll: select.epoll | None = None, **bounds: Any) -> Server:
-            path = tmp_path / "socket"
-            made = Server(
-                path, epoll=epoll, **{"max_bytes": MIB, "takes_descriptors": True, **bounds}
-            )
+        def server(**bounds: Any) -> Server:
+            bounds = {"max_bytes": MIB, "takes_descriptors": True} | bounds
+            made = Server(tmp_path / "socket", **bounds)
             stack.callback(made.close)
             return made
 
