@@ -5,8 +5,7 @@ import json
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import pytest
@@ -35,24 +34,6 @@ def record(
     return made
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that is closed waits for its thread however long that takes."""
-    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """A pipe of one page: the ends to read from and to write to."""
-    read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    with FileIO(read, "r") as reader, FileIO(write, "w") as writer:
-        yield reader, writer
-
-
-# ------------------------------------------------------------------- form
-
-
 @given(text=st.text(), name=st.text())
 def test_json_is_one_object_a_line_whatever_is_said(text: str, name: str) -> None:
     """Any text and any engine's name come back from one line of JSON, with all fields."""
@@ -60,11 +41,11 @@ def test_json_is_one_object_a_line_whatever_is_said(text: str, name: str) -> Non
         record("%s", text, engine=name, rank=3)
     )
     assert len(line.splitlines()) == 1
-    told = json.loads(line)
-    assert told["event"] == text
-    assert (told["engine"], told["rank"], told["lane"]) == (name, 3, "host")
-    assert (told["level"], told["logger"]) == ("info", "kvd.test")
-    assert told["time"].endswith("Z")
+    fields = json.loads(line)
+    assert fields["event"] == text
+    assert (fields["engine"], fields["rank"], fields["lane"]) == (name, 3, "host")
+    assert (fields["level"], fields["logger"]) == ("info", "kvd.test")
+    assert fields["time"].endswith("Z")
 
 
 @given(text=st.text(), style=st.sampled_from(["plain", "colour", "journal"]))
@@ -83,9 +64,6 @@ def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) ->
     assert trace == "LookupError: (b'…', 'of', b'…')\n"
 
 
-# ------------------------------------------------------------------ limit
-
-
 @given(st.lists(st.floats(0, 20), max_size=800), st.integers(1, 3))
 def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
     gaps: list[float], kinds: int
@@ -98,9 +76,9 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
             (now, line) for line in limiter.admits(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
     written += [(now, line) for line in limiter.expire(float("inf"))]
-    told = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
+    notices = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
     plain = [(at, line) for at, line in written if not str(line.msg).startswith("left out")]
-    left_out = sum(int(line.getMessage().split()[2]) for _, line in told)
+    left_out = sum(int(line.getMessage().split()[2]) for _, line in notices)
     assert len(plain) + left_out == len(gaps)
     for kind in {line.msg for _, line in plain}:
         times = [at for at, line in plain if line.msg == kind]
@@ -110,43 +88,29 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
             assert len(inside) <= 2 * MAX_PER_MINUTE
 
 
-# ------------------------------------------------------------------ queue
-
-
-def handler_to(fd: int) -> QueuedHandler:
-    """A handler whose lines are texts alone."""
-    made = QueuedHandler(fd)
-    made.setFormatter(logging.Formatter())
-    return made
-
-
 def test_a_full_pipe_blocks_no_caller_and_lost_lines_are_counted(
-    pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
+    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
     monkeypatch.setattr("kvd.logs.MAX_PER_MINUTE", 10 * MAX_QUEUED_LINES)
-    read, write = pipe
-    handler = handler_to(write.fileno())
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    handler = QueuedHandler(write)
+    handler.setFormatter(logging.Formatter())  # texts alone
     total = 3 * MAX_QUEUED_LINES
     for number in range(total):
         handler.handle(record("line %05d", number))
-    text = bytearray()
-
-    def drain() -> None:
-        while data := read.read(65536):
-            text.extend(data)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    eventually(handler._lines.empty)
-    handler.handle(record("the end"))
-    handler.close()
-    write.close()
-    reader.join(PATIENCE)
-    lines = text.decode().splitlines()
+    with ThreadPoolExecutor(1) as threads, FileIO(read) as pipe:
+        reading = threads.submit(pipe.readall)
+        eventually(handler._lines.empty)
+        handler.handle(record("the end"))
+        handler.close()
+        os.close(write)
+        lines = reading.result(PATIENCE).decode().splitlines()
     lost = sum(int(line.split()[0]) for line in lines if line.endswith("in time"))
-    kept = [line for line in lines if line.startswith("line")]
+    numbered = [line for line in lines if line.startswith("line")]
     assert lost > 0
-    assert lost + len(kept) == total
+    assert lost + len(numbered) == total
     assert lines[-1] == "the end"
-    assert kept == sorted(kept)
+    assert numbered == sorted(numbered)

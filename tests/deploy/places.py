@@ -22,10 +22,10 @@ def stop_seconds(pinned_gib: float) -> float:
 
 def tool(name: str) -> str:
     """The path of a program; the test is skipped where it is missing."""
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         pytest.skip(f"{name} is not installed; {INSTALL}")
-    return found
+    return program
 
 
 def run(

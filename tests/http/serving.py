@@ -118,8 +118,10 @@ class Scrape:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum over the samples that have these labels."""
-        wanted = set(labels.items())
-        return sum(v for (n, where), v in self.samples.items() if n == name and wanted <= {*where})
+        selected = set(labels.items())
+        return sum(
+            v for (n, where), v in self.samples.items() if n == name and selected <= {*where}
+        )
 
     def growing(self) -> Samples:
         """Everything that must never fall while the daemon lives."""

@@ -1,4 +1,4 @@
-"""Each path as its clients meet it: probes, report, events, and what is refused.
+"""Each path as its clients meet it, and what they read when something hangs, dies or misbehaves.
 
 What a path answers is asked of the application itself, with a report of the test's own; sockets,
 addresses and the stream of events want a daemon.
@@ -6,23 +6,39 @@ addresses and the stream of events want a daemon.
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
 import socket
 import stat
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from kvd.config.values import ListenAddress, parse_listen
 from kvd.errors import ConfigError, NotRunning
-from kvd.report.app import App
+from kvd.report.app import MAX_CONNECTIONS, App
 from kvd.report.broker_client import FIELDS, Samples
 from kvd.wire.listener import bind_tcp
+from kvd.wire.tool import ToolConnection
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
-from tests.http.serving import PATIENT, SECONDS, Asked, over_tcp, over_unix, port_of, report_of
-from tests.processes import children_running
+from tests.http.serving import (
+    PATIENT,
+    SECONDS,
+    Asked,
+    idle_connection,
+    over_tcp,
+    over_unix,
+    port_of,
+    report_of,
+    scrape,
+)
+from tests.processes import children_running, frozen, has_ended
 from tests.report.reports import changed, loaded_report
 from tests.waiting import PATIENCE, eventually
 
@@ -32,7 +48,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked without a deadline of its own waits for a machine that stands still."""
     monkeypatch.setattr("kvd.report.app.ANSWER_SECONDS", SECONDS)
 
@@ -68,37 +84,27 @@ def test_verbose_probes_list_their_checks() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "words"),
-    [
-        *((f"/livez?timeout={text}", 400, "at most 30") for text in ("never", "0", "nan", "31")),
-        *((path, 404, PATHS) for path in ("/nothing", "/livez/", "/static/%2e%2e/app.py")),
-        ("/livez?format=json", 200, '"checks":'),
-    ],
-)
-def test_a_bad_deadline_or_path_is_refused_with_what_is_possible(
-    path: str, status: int, words: str
-) -> None:
+def test_a_bad_deadline_or_path_is_refused_with_what_is_possible() -> None:
     """A deadline out of bounds is 400, an unknown path 404 with those that the docs explain."""
-    answer = ask(path)
-    assert (answer.status_code, words in answer.text) == (status, True)
-    assert all(f"`{each}`" in DOCS for each in PATHS.split(", "))
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-@pytest.mark.parametrize("path", ["/livez", "/status"])
-def test_nothing_can_be_changed(method: str, path: str) -> None:
-    """Methods other than GET and HEAD get 405."""
-    answer = ask(path, method)
-    assert answer.status_code == 405
-    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    for text in ("never", "0", "nan", "31"):
+        answer = ask(f"/livez?timeout={text}")
+        assert (answer.status_code, "at most 30" in answer.text) == (400, True)
+    for path in ("/nothing", "/livez/", "/static/%2e%2e/app.py"):
+        answer = ask(path)
+        assert (answer.status_code, PATHS in answer.text) == (404, True)
+    assert all(f"`{path}`" in DOCS for path in PATHS.split(", "))
+    assert '"checks":' in ask("/livez?format=json").text
 
 
 @pytest.mark.parametrize("path", ["/livez", "/status", "/metrics", "/events", "/history", "/"])
-def test_head_is_answered_without_a_body(path: str) -> None:
-    """HEAD is reading too, on every path."""
+def test_nothing_can_be_changed(path: str) -> None:
+    """HEAD is answered without a body; methods other than GET and HEAD get 405."""
     answer = ask(path, "HEAD")
     assert (answer.status_code, answer.content) == (200, b"")
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+        answer = ask(path, method)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 @pytest.mark.parametrize("path", ["/livez", "/status", "/nothing"])
@@ -111,20 +117,12 @@ def test_every_answer_keeps_other_sites_out(path: str) -> None:
     assert "access-control-allow-origin" not in headers
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("evil.example", 400),
-        ("evil.example:9330", 400),
-        ("10.0.0.1", 200),
-        ("localhost", 200),
-        ("LOCALHOST:1", 200),
-        ("[::1]:9330", 200),
-    ],
-)
-def test_a_foreign_host_header_is_refused(host: str, status: int) -> None:
+def test_a_foreign_host_header_is_refused() -> None:
     """A Host header that is not ours (DNS rebinding) is refused over TCP."""
-    assert ask("/livez", host=host).status_code == status
+    for host in ("evil.example", "evil.example:9330"):
+        assert ask("/livez", host=host).status_code == 400
+    for host in ("10.0.0.1", "localhost", "LOCALHOST:1", "[::1]:9330"):
+        assert ask("/livez", host=host).status_code == 200
 
 
 def test_a_ready_daemon_is_asked_over_both_sockets(web: Daemon) -> None:
@@ -188,13 +186,11 @@ def test_a_port_in_use_is_an_error_before_the_pool_is_allocated(start_daemon: St
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize(
-    "text", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "h:65536", "h:-1", "h:1_0", ":9", ""]
-)
-def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+def test_what_is_no_address_is_refused_with_an_example() -> None:
     """The refusal gives examples; an address that is not this machine's is named."""
-    with pytest.raises(ConfigError, match=r"such as 127\.0\.0\.1:9330"):
-        parse_listen(text)
+    for text in ("9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "h:65536", "h:-1", ":9", ""):
+        with pytest.raises(ConfigError, match=r"such as 127\.0\.0\.1:9330"):
+            parse_listen(text)
     with pytest.raises(ConfigError, match=r"http_listen = 192\.0\.2\.1:9330"):
         bind_tcp(ListenAddress("192.0.2.1", 9330))
 
@@ -218,62 +214,184 @@ def test_every_interface_only_on_request_and_with_a_warning(
         assert answer.status_code == status
 
 
-# ------------------------------------------------- what the broker is asked
+def test_a_silent_broker_is_not_buried_in_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty who ask at once cost it one report, and those soon after none.
 
-
-@pytest.fixture
-def silent() -> Iterator[Asked]:
-    """A client of a broker that stands still."""
-    made = Asked({"ready": True})
-    yield made
-    made.answers.set()  # or its thread would never end
-
-
-def test_many_clients_share_one_question(silent: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifty who ask at once cost the broker one report, and those soon after none."""
-    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 3600.0)
-    silent.answers.set()
-
-    async def ask() -> None:
-        await asyncio.gather(*(silent.report(PATIENCE) for _ in range(50)))
-        await silent.report(PATIENCE)
-
-    asyncio.run(ask())
-    assert len(silent.asked) == 1
-
-
-def test_a_silent_broker_is_not_buried_in_questions(silent: Asked) -> None:
-    """However many ask and give up meanwhile, it finds one request when it comes back."""
-
-    async def ask() -> None:
-        for _ in range(30):
-            with pytest.raises(NotRunning, match="has not answered Ping"):
-                await silent.ping(0.002)
-        silent.answers.set()
-        await silent.ping(PATIENCE)
-
-    asyncio.run(ask())
-    assert len(silent.asked) <= 2
-
-
-def test_a_silent_broker_leaves_a_hole_in_the_history(
-    silent: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samples are taken while it answers, and again when it is back."""
+    While it stands still all who ask and give up are one request, and the history has a hole.
+    """
     monkeypatch.setattr("kvd.report.broker_client.PERIOD_SECONDS", 0.01)
     monkeypatch.setattr("kvd.report.broker_client._ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 0.0)
-    silent.status = loaded_report()
-    samples = Samples()
+    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 3600.0)
+    broker, samples = Asked(loaded_report()), Samples()
 
-    async def silent_then_back() -> None:
-        recording = asyncio.create_task(samples.record(silent))
+    async def silent_and_back() -> None:
+        recording = asyncio.create_task(samples.record(broker))
+        for _ in range(30):
+            with pytest.raises(NotRunning, match="has not answered Ping"):
+                await broker.ping(0.002)
         with pytest.raises(NotRunning):
-            await silent.report(0.1)
+            await broker.report(0.1)
         assert samples.history() == {"fields": FIELDS, "samples": [], "report": None}
-        silent.answers.set()
-        while not samples.history()["samples"]:
-            await silent.report(PATIENCE)
+        broker.answers.set()
+        await broker.ping(PATIENCE)
+        await asyncio.gather(*(broker.report(PATIENCE) for _ in range(50)))
+        for _ in range(6000):  # 60 s
+            if samples.history()["samples"]:
+                break
+            await asyncio.sleep(0.01)
+        assert samples.history()["samples"]
         recording.cancel()
 
-    asyncio.run(asyncio.wait_for(silent_then_back(), PATIENCE))
+    asyncio.run(asyncio.wait_for(silent_and_back(), PATIENCE))
+    assert len(broker.asked) <= 3
+
+
+def http_process(daemon: Daemon) -> psutil.Process:
+    """The child that serves HTTP; it is asked for something, which starts it."""
+
+    def found() -> list[psutil.Process]:
+        with over_tcp(daemon) as client:
+            client.get("/livez")
+        return children_running(daemon.process.pid, "kvd.report")
+
+    return eventually(found)[0]
+
+
+def test_a_wedged_broker_fails_liveness_in_time_and_recovers(web: Daemon) -> None:
+    """Frozen: 503 within the deadline, watchers read of it, all else answers; then 200."""
+    with over_tcp(web) as client, client.stream("GET", "/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+
+        def next_event(name: str) -> Any:
+            next(line for line in lines if line == f"event: {name}")
+            return json.loads(next(lines).removeprefix("data: "))
+
+        assert next_event("report")["boot_id"] == next_event("report")["boot_id"]
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
+        with frozen(web.process.pid):
+            answer = client.get("/livez?timeout=0.5")
+            assert answer.status_code == 503
+            assert "has not answered Ping within 0.5 s" in answer.text
+            assert answer.elapsed.total_seconds() < SECONDS
+            for path in ("/readyz?timeout=0.1", "/status", "/livez?verbose&timeout=0.1"):
+                assert client.get(path).status_code == 503
+            assert client.get("/status").json()["since"] <= time.time()
+            text = client.get("/metrics").text
+            assert "kvd_up 0.0" in text
+            assert "kvd_http_requests_total" in text
+            assert "kvd_pool_bytes" not in text
+            trouble = next_event("trouble")
+        assert "has not answered" in trouble["text"]
+        assert trouble["since"] <= trouble["time"]
+        assert next_event("report")["pid"] == web.process.pid
+        for path in ("/livez", "/readyz"):
+            assert client.get(f"{path}?{PATIENT}").status_code == 200
+        assert report_of(client)["pid"] == web.process.pid
+        assert scrape(client).get("kvd_broker_silent_seconds") == 0
+
+
+def test_what_happens_to_the_http_process_does_not_disturb_the_broker(
+    start_daemon: StartDaemon,
+) -> None:
+    """Killed it is replaced on the same port; frozen it delays no engine; it ends with the broker.
+
+    It is nicer than the broker, whose data path comes first. It takes no place of a session.
+    """
+    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "4")
+    taken = [ToolConnection(daemon.runtime_dir, PATIENCE) for _ in range(4)]
+    first = http_process(daemon)
+    assert first.nice() == min(19, psutil.Process(daemon.process.pid).nice() + 5)
+    first.kill()
+    with over_tcp(daemon) as tcp, over_unix(daemon) as unix:
+        assert tcp.get(f"/livez?{PATIENT}").status_code == 200
+        assert report_of(unix)["sessions"]["open"] == 5
+    for control in taken:
+        control.close()
+    daemon.wait_log("the HTTP process has ended: killed by signal 9")
+    child = http_process(daemon)
+    assert child.pid != first.pid
+    child.suspend()
+    try:
+        engine = Engine(daemon.runtime_dir, world_size=1)
+        with engine.wait_attached():
+            keys = keys_of("frozen", 5)
+            engine.store(keys)
+            wait_hit(engine, keys)
+            assert engine.load(keys) == (5, 0)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.resume()
+    child = http_process(daemon)
+    daemon.stop(signal.SIGKILL)
+    eventually(lambda: has_ended(child))
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS)
+
+
+def test_many_slow_clients_keep_no_probe_out(web: Daemon) -> None:
+    """More idle, slow and deaf connections than there are places: probes are answered."""
+    http_process(web)
+    crowd = [idle_connection(web) for _ in range(MAX_CONNECTIONS + 50)]
+    try:
+        for slow in crowd[1::3]:
+            with contextlib.suppress(ConnectionError):  # it may have made room already
+                slow.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ")
+        for deaf in crowd[2::3]:
+            with contextlib.suppress(ConnectionError):
+                deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+        with over_tcp(web) as tcp, over_unix(web) as unix:
+            assert tcp.get(f"/livez?{PATIENT}").status_code == 200
+            assert unix.get(f"/livez?{PATIENT}").status_code == 200
+        assert web.wait_ready()["ready"]
+        assert len(http_process(web).net_connections("tcp")) <= MAX_CONNECTIONS + 1 + 2
+    finally:
+        for connection in crowd:
+            connection.close()
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_is_disconnected(web: Daemon) -> None:
+    """An answer that is not read costs its connection only."""
+    child = http_process(web)
+
+    def connected(client: socket.socket) -> bool:
+        return client.getsockname() in [
+            connection.raddr for connection in child.net_connections("tcp")
+        ]
+
+    with idle_connection(web, receive_buffer=4096) as deaf, over_tcp(web) as client:
+        assert eventually(lambda: connected(deaf))
+        deaf.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it may be cut meanwhile
+            while True:
+                deaf.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        eventually(lambda: not connected(deaf))
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "status"),
+    [(b"GET", b"X: " + b"x" * 17_000, b"400"), (b"POST", b"Content-Length: 9999\r\n\r\n", b"405")],
+    ids=["headers above 16 KiB", "a body that never comes"],
+)
+def test_what_is_too_much_is_refused_at_once(
+    web: Daemon, method: bytes, more: bytes, status: bytes
+) -> None:
+    """Endless headers cost an error, not memory, and a body is not waited for."""
+    with idle_connection(web) as client:
+        client.sendall(method + b" /livez HTTP/1.1\r\nHost: localhost\r\n" + more)
+        assert client.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_broken_http_process_costs_the_broker_nothing(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where HTTP's libraries are missing the daemon serves engines and says what is wrong."""
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no uvicorn here')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    daemon = start_daemon("--http-listen", "127.0.0.1:0")
+    with socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS):
+        ended = "the HTTP process has ended: exit status 1"
+        eventually(daemon.log.read_text, lambda log: ended in log)
+    assert daemon.wait_ready()["ready"]

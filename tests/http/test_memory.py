@@ -10,12 +10,9 @@ import pytest
 from kvd.broker.forecast import advice
 from kvd.metrics.reading import NOTHING
 from kvd.metrics.schema import ForecastStatus
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.serving import Daemon
-from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Show, Tab
-from tests.http.serving import Asked, over_unix, report_of
+from tests.http.conftest import CONTRAST, NAMELESS, SPLIT, Show
+from tests.http.serving import Asked
 from tests.report.reports import LONG_NAMES, STEEP, forecast, loaded_report
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +28,9 @@ CUT_OFF = """[...document.querySelectorAll("#forecast *, #misses *")].filter((no
 def made_up(*of_namespaces: dict[str, Any] | None, seconds: float = 60.0) -> dict[str, Any]:
     """A report whose namespaces have these forecasts, with the advice that follows."""
     report = loaded_report(seconds)
-    told = (*of_namespaces, None, None)
-    for namespace, each in zip(report["namespaces"], told, strict=False):
-        namespace["forecast"] = each
-        namespace["advice"] = each and advice(msgspec.convert(each, ForecastStatus))
+    for namespace, made in zip(report["namespaces"], (*of_namespaces, None, None), strict=False):
+        namespace["forecast"] = made
+        namespace["advice"] = made and advice(msgspec.convert(made, ForecastStatus))
     report["counters"]["detached_tokens"] = 3200
     return report
 
@@ -62,28 +58,6 @@ def test_the_card_says_what_more_memory_would_bring(show: Show) -> None:
     page.page.select_option("#forecast-model", label="qwen-2.5-7b")
     assert page.ask(CELLS.format("forecast-table"))[0][1:] == ["58 %", NOTHING]
     assert page.complaints == []
-
-
-def test_a_daemon_tells_the_page_what_its_engines_showed(tab: OpenTab, web: Daemon) -> None:
-    """Requests that finish in a real engine become a forecast and advice, in words on the page."""
-    with (
-        Engine(web.runtime_dir, name="turns", model="turns").wait_attached() as engine,
-        over_unix(web) as client,
-    ):
-        for number in range(60):
-            engine.scheduler.request_finished(keys_of(f"prompt-{number % 3}", 8))
-            engine.scheduler.end_step()
-
-        def advised_by_daemon() -> str | None:
-            spaces = report_of(client)["namespaces"]
-            (told,) = (each["advice"] for each in spaces if each["model"] == "turns")
-            return str(told) if told else None
-
-        told = eventually(advised_by_daemon)
-        page = tab(web, {"width": 1280, "height": 900})
-        page.until("document.getElementById('forecast-advice').checkVisibility()")
-        assert page.text("#forecast-advice") == told
-        assert len(page.ask(CELLS.format("forecast-table"))) == 8
 
 
 def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> None:
@@ -119,18 +93,11 @@ def test_the_cards_fit_and_can_be_read(
         assert page.ask(SPLIT)[1] == []
         assert page.ask(CONTRAST) == []
         assert page.ask(NAMELESS) == []
-    target = Path(PICTURE or tmp_path / "card.png")
-    page.page.screenshot(path=target, full_page=True, clip=cards(page))
-    assert target.read_bytes()[:4] == b"\x89PNG"
-
-
-def cards(page: Tab) -> dict[str, float]:
-    """Where the two cards are on the page."""
-    clip: dict[str, float] = page.ask(
+    clip = page.ask(
         "(() => { const [a, b] = ['forecast', 'misses'].map((id) =>"
         " document.getElementById(id).getBoundingClientRect());"
         " const [x, y] = [Math.min(a.x, b.x) - 8, Math.min(a.y, b.y) + scrollY - 8];"
         " return {x, y, width: Math.max(a.right, b.right) + 8 - x,"
         " height: Math.max(a.bottom, b.bottom) + scrollY + 8 - y}; })()"
     )
-    return clip
+    page.page.screenshot(path=PICTURE or tmp_path / "card.png", full_page=True, clip=clip)

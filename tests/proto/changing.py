@@ -27,15 +27,10 @@ the coverage says which one, too."""
 Found: TypeAlias = dict[bytes, tuple[int, int, int, int]]
 """Slot, generation, first block and count of blocks of chunks."""
 
+_WORDS = ["sweep", "clear", "forget", "leave", "sweep"] + ["store"] * 6 + ["keep"] * 5
+_WORDS += ["drop", "release"] * 3 + ["swap", "doom"] * 2
 operations = st.tuples(
-    st.sampled_from(
-        ["store"] * 6
-        + ["drop"] * 3
-        + ["swap", "swap", "doom", "doom", "sweep", "clear"]
-        + ["keep"] * 5
-        + ["release"] * 3
-        + ["forget", "leave", "sweep"]
-    ),
+    st.sampled_from(_WORDS),
     st.integers(0, len(KEYS) - 1),
     st.integers(0, len(COVERAGES) - 1),
 )
@@ -49,7 +44,7 @@ class Changing:
 
     def open(self, *, warm: bool) -> None:
         """A new daemon's directory, without the chunks of the one before or with them."""
-        kept = self.kept() if warm else None
+        chunks = self.kept() if warm else None
         header = DirectoryHeader.plan(
             *(SLOTS, bytes(16), bytes(16), 4, RING), tier_capacity=HOMES, num_tiers=TIERS
         )
@@ -58,8 +53,8 @@ class Changing:
         self.writer = DirectoryWriter(self.buffer, header)
         assert self.writer.tiers is not None
         self.tiers = self.writer.tiers
-        if kept is not None:
-            self.writer.restore(kept, np.ones(len(kept), np.uint64))
+        if chunks is not None:
+            self.writer.restore(chunks, np.ones(len(chunks), np.uint64))
 
     def view(self) -> "InterruptedView":
         """Of the directory of now."""
@@ -83,73 +78,60 @@ class Changing:
 
     def kept(self) -> LedgerChunks:
         """As a ledger keeps them."""
-        found = self.found()
         fields = ("<u8", "<u4", "<u2", "<u2", "u1", "<u2", "V48")
         names = ("generation", "hash", "first", "count", "key_len", "group", "key")
-        records = np.zeros(len(found), np.dtype(list(zip(names, fields, strict=True))))
-        for record, (key, (_, generation, first, count)) in zip(
-            records, found.items(), strict=True
-        ):
-            record["generation"], record["hash"] = generation, crc32(key)
-            record["first"], record["count"], record["key_len"] = first, count, len(key)
-            record["key"] = np.void(key.ljust(48, b"\0"))
-        slots = np.array([place[0] for place in found.values()], np.int64)
-        return LedgerChunks(slots, np.zeros(len(found), np.uint64), records)
+        ready = self.found()
+        records = np.array(
+            [
+                (generation, crc32(key), first, count, len(key), 0, key.ljust(48, b"\0"))
+                for key, (_, generation, first, count) in ready.items()
+            ],
+            np.dtype(list(zip(names, fields, strict=True))),
+        )
+        slots = np.array([place[0] for place in ready.values()], np.int64)
+        return LedgerChunks(slots, np.zeros(len(ready), np.uint64), records)
 
     def apply(self, operation: Operation) -> None:
         """Do one; what is not possible now changes nothing."""
-        word, key, coverage = operation
-        entry = self.writer.entry(KEYS[key])
+        word, number, which = operation
+        key, coverage, tier = KEYS[number], COVERAGES[which], which % TIERS
+        entry = self.writer.entry(key)
         if word == "store":
-            self._store(KEYS[key], COVERAGES[coverage])
+            self.writer.free([entry[0]] if entry is not None else [])
+            if free := self.writer.slots_in(SlotState.FREE):
+                self._store_at(free[0], key, coverage)
         elif word == "drop" and entry is not None:
             self.writer.free([entry[0]])
-        elif word == "swap" and entry is not None and not self.writer.entry(KEYS[key - 1]):
+        elif word == "swap" and entry is not None and not self.writer.entry(KEYS[number - 1]):
             self.writer.free([entry[0]])
-            self._store_at(entry[0], KEYS[key - 1], COVERAGES[coverage])
+            self._store_at(entry[0], KEYS[number - 1], coverage)
         elif word == "doom" and entry is not None:
             self.writer.unindex(entry[0])
             self.writer.write_state(entry[0], SlotState.DRAINING)
         elif word == "clear":
             self.writer.forget()
         elif word == "sweep":
-            self._sweep()
+            self.writer.free(self.writer.forgotten_slots(0, SLOTS))
+            for slot in self.writer.slots_in(SlotState.DRAINING):
+                self.writer.write_state(slot, SlotState.FREE)
             self.tiers.sweep()
         elif word == "keep":
-            self.tiers.hold(KEYS[key], coverage % TIERS, *COVERAGES[coverage], 0)
+            self.tiers.hold(key, tier, *coverage, 0)
         elif word == "release":
-            self.tiers.release(KEYS[key], coverage % TIERS)
+            self.tiers.release(key, tier)
         elif word == "forget":
             self.tiers.forget()
         elif word == "leave":
-            self.tiers.release_tier(coverage % TIERS)
-
-    def _store(self, key: bytes, coverage: tuple[int, int]) -> None:
-        writer = self.writer
-        entry = writer.entry(key)
-        if entry is not None:
-            writer.free([entry[0]])
-        free = writer.slots_in(SlotState.FREE)
-        if free:
-            self._store_at(free[0], key, coverage)
+            self.tiers.release_tier(tier)
 
     def _store_at(self, slot: int, key: bytes, coverage: tuple[int, int]) -> None:
         self.writer.place(key, slot, 1)
         self.writer.add_share(slot, 0, *coverage, 0)
         self.writer.make_ready(slot)
 
-    def _sweep(self) -> None:
-        self.writer.free(self.writer.forgotten_slots(0, SLOTS))
-        for slot in self.writer.slots_in(SlotState.DRAINING):
-            self.writer.write_state(slot, SlotState.FREE)
-
 
 class InterruptedView(DirectoryView):
-    """A view during whose pieces the directory changes, after every slot as said.
-
-    Attributes:
-        meanwhile: what happens while the next pieces are read, one after each slot.
-    """
+    """A view during whose pieces the directory changes: `meanwhile`, one after each slot."""
 
     def __init__(self, changing: Changing) -> None:
         super().__init__(memoryview(changing.buffer).toreadonly())
@@ -158,8 +140,11 @@ class InterruptedView(DirectoryView):
 
     def _view_tiers(self, whole: memoryview) -> TierTableView:
         head = self.header
-        places = head.tiers_offset, head.tier_capacity, head.probe_limit
-        return InterruptedTable(self, whole, *places)
+        table = InterruptedTable(
+            *(whole, head.tiers_offset, head.tier_capacity, head.probe_limit, TIERS)
+        )
+        table.view = self
+        return table
 
     def happen(self) -> bool:
         """Something changes now; whether anything did."""
@@ -174,30 +159,26 @@ class InterruptedView(DirectoryView):
 
     def ready_chunks(self, begin: int, end: int) -> list[tuple[int, int, int, int, bytes]]:
         """The same, slot by slot; of one that changes meanwhile half is of either chunk."""
-        found = []
+        chunks = []
         for slot in range(begin, min(end, self.num_slots)):
             here = super().ready_chunks(slot, slot + 1)
             if self.happen():
                 for _, generation, first, count, _ in super().ready_chunks(slot, slot + 1):
                     here = [(slot, generation, first, count, key) for *_, key in here]
-            found += here
-        return found
+            chunks += here
+        return chunks
 
 
 class InterruptedTable(TierTableView):
     """A tier table that changes after each place that has an entry, while it is looked through."""
 
-    def __init__(
-        self, view: InterruptedView, whole: memoryview, offset: int, capacity: int, limit: int
-    ) -> None:
-        super().__init__(whole, offset, capacity, limit, TIERS)
-        self._view = view
+    view: InterruptedView
 
     def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
         """The same, place by place."""
-        found = []
+        chunks = []
         for place in reversed(range(begin, end)):
             if here := super().held_chunks(place, place + 1):
-                self._view.happen()
-            found += here
-        return found
+                self.view.happen()
+            chunks += here
+        return chunks

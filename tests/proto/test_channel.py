@@ -1,4 +1,4 @@
-"""Messages and descriptors over one Unix stream: with another Channel, and with libzmq."""
+"""Messages and descriptors over one stream: the decoder of ZMTP, another Channel, libzmq."""
 
 import contextlib
 import fcntl
@@ -7,6 +7,7 @@ import resource
 import select
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,41 +17,133 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.wire.server import Received, Server
 from kvd_proto.channel import READ_BYTES, Channel, ReceivedFrame, close_all
-from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
+from kvd_proto.errors import BadFrame, DescriptorsLost
 from kvd_proto.messages import MAX_DESCRIPTORS
-from kvd_proto.zmtp import command, frame_header, opening
+from kvd_proto.zmtp import Decoder, command, frame_header, opening
 from tests.descriptors import open_on
 from tests.waiting import PATIENCE
 
-Pair = tuple[Channel, Channel]
+LIMIT = 4096
+HELLO = opening(b"DEALER")
+
+
+def message(body: bytes) -> bytes:
+    """A message as it is sent."""
+    return frame_header(len(body)) + body
+
+
+def decoded(decoder: Decoder, data: bytes) -> list[bytes]:
+    """All messages that are there when these bytes have come, taken as a `Channel` does."""
+    only = decoder.only_message(memoryview(data), len(data)) if data else None
+    if only is not None:
+        return [only]
+    decoder.feed(data)
+    messages = []
+    while (body := decoder.next_message()) is not None:
+        messages.append(body)
+    return messages
+
+
+@given(
+    bodies=st.lists(st.binary(max_size=700), max_size=12),
+    cuts=st.lists(st.integers(0, 300), min_size=1, max_size=20),
+)
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(
+    bodies: list[bytes], cuts: list[int]
+) -> None:
+    """A cut of 0 is at the end of a frame; then nothing is kept of what came before."""
+    stream, ends = HELLO, [len(HELLO)]
+    for body in bodies:
+        stream += message(body)
+        ends.append(len(stream))
+    decoder, got, at, turn = Decoder(LIMIT), list[bytes](), 0, 0
+    while at < len(stream):
+        size = cuts[turn % len(cuts)]
+        end = at + size if size else next(end for end in ends if end > at)
+        got += decoded(decoder, stream[at:end])
+        at, turn = end, turn + 1
+        if at in ends:
+            assert (len(decoder), decoder.consumed) == (0, at)
+    assert got == bodies
+
+
+@given(junk=st.binary(max_size=400), greeted=st.booleans())
+def test_random_bytes_raise_nothing_but_bad_frame(junk: bytes, greeted: bool) -> None:
+    """Random bytes, before and after a greeting, never raise anything but BadFrame."""
+    decoder = Decoder(LIMIT)
+    with contextlib.suppress(BadFrame):
+        decoded(decoder, HELLO if greeted else b"")
+        decoded(decoder, junk)
+    assert len(decoder) <= len(HELLO) + len(junk)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_message_above_the_limit_is_refused_before_its_bytes_come(whole: bool) -> None:
+    """The length alone is enough, and the error names both figures and the bound."""
+    decoder = Decoder(LIMIT)
+    assert decoded(decoder, HELLO + message(bytes(LIMIT))) == [bytes(LIMIT)]
+    with pytest.raises(BadFrame, match=f"{LIMIT + 1} bytes, the limit is {LIMIT}") as caught:
+        decoded(decoder, message(bytes(LIMIT + 1)) if whole else frame_header(LIMIT + 1))
+    assert caught.value.limit == "message_bytes"
+
+
+REFUSED = {
+    "HTTP": b"GET / HTTP/1.1",
+    "an old ZMTP": b"\xff" + bytes(8) + b"\x7f\x01",
+    "an unknown mechanism": HELLO[:12] + b"CURVE".ljust(52),
+    "a message before READY": HELLO[:64] + message(b"x"),
+    "a command before READY": HELLO[:64] + command(b"PING", b"\0\0"),
+    "a message of several parts": HELLO + b"\x01\0\0\0",
+    "a large part": HELLO + b"\x03" + (2**40).to_bytes(8, "big"),
+    "a flag that has no meaning": HELLO + b"\x08\0",
+    "a command of several parts": HELLO + b"\x05\0",
+    "an endless command": HELLO + b"\x06" + (2**20).to_bytes(8, "big"),
+    "a PING without a time to live": HELLO + command(b"PING", b"\0"),
+    "a PING with a long context": HELLO + command(b"PING", bytes(19)),
+}
+
+
+@pytest.mark.parametrize("start", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_message_is_refused_at_once(start: bytes) -> None:
+    """Other protocols, early traffic, several parts and commands out of bounds."""
+    with pytest.raises(BadFrame):
+        decoded(Decoder(LIMIT), start)
+
+
+def test_a_message_that_was_returned_is_not_kept() -> None:
+    """Also where the beginning of the next one has come with it."""
+    large = 8 * 2**20
+    decoder = Decoder(large)
+    tracemalloc.start()
+    try:
+        assert decoded(decoder, HELLO + message(bytes(large)) + b"\0") == [bytes(large)]
+        traced_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(decoder) == 1
+    assert traced_bytes < large // 8
+
+
 MIB = 2**20
 
 
 @contextmanager
-def channel_pair(max_bytes: int = MIB) -> Iterator[Pair]:
-    """Both ends of one connection; the bound is the receiving, second end's."""
+def channel_pair() -> Iterator[tuple[Channel, Channel]]:
+    """Both ends of one connection."""
     left, right = socket.socketpair()
-    channels = Channel(left), Channel(right, b"ROUTER", max_bytes=max_bytes)
+    channels = Channel(left), Channel(right, b"ROUTER")
     yield channels
     for channel in channels:
         channel.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    """Both ends of one connection."""
-    with channel_pair() as channels:
-        yield channels
-
-
 @contextmanager
-def raw_peer(channel_type: bytes = b"ROUTER") -> Iterator[tuple[socket.socket, Channel]]:
+def raw_peer() -> Iterator[tuple[socket.socket, Channel]]:
     """A socket that has greeted, and the channel at its other end."""
     left, right = socket.socketpair()
-    left.sendall(opening(b"DEALER"))
-    channel = Channel(right, channel_type)
+    left.sendall(HELLO)
+    channel = Channel(right, b"ROUTER")
     with left:
         yield left, channel
     channel.close()
@@ -73,13 +166,6 @@ def next_message(channel: Channel) -> ReceivedFrame:
     while (received := channel.receive()) is None:
         assert channel.more or select.select([channel], [], [], end - time.monotonic())[0]
     return received
-
-
-def all_messages(channel: Channel) -> list[ReceivedFrame]:
-    """What comes until there is an error."""
-    messages: list[ReceivedFrame] = []
-    while True:
-        messages.append(next_message(channel))
 
 
 def inode(fd: int) -> int:
@@ -124,43 +210,10 @@ def test_descriptors_come_with_the_message_that_they_were_sent_with(
         assert (left.unsent_bytes, right.undecoded_bytes) == (0, 0)
 
 
-def test_what_waits_to_be_sent_is_bounded() -> None:
-    """A peer that never reads makes send raise ChannelFull; nothing of that message is sent."""
-    left, right = socket.socketpair()
-    channel = Channel(left, max_unsent_bytes=200_000)
-    while channel.unsent_bytes <= 200_000:
-        channel.send(bytes(50_000))
-    with event() as fd:
-        before = channel.unsent_bytes
-        with pytest.raises(ChannelFull, match="does not read"):
-            channel.send(bytes(50_000), [fd])
-        assert channel.unsent_bytes == before
-    channel.close()
-    right.close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1000])
-def test_a_message_above_the_bound_is_refused(nbytes: int) -> None:
-    """With its descriptors, which go with the channel; the messages before it are received."""
-    with event() as fd, channel_pair(max_bytes=1000) as (left, right):
-        left.send(bytes(nbytes))
-        left.send(bytes(1001), [fd])
-        assert next_message(right) == (bytes(nbytes), ())
-        with pytest.raises(BadFrame, match="1001 bytes, the limit is 1000"):
-            next_message(right)
-
-
 def ride_alone(peer: socket.socket, fd: int) -> None:
     """Behind a message's end, on a PING."""
     peer.sendall(frame_header(1) + b"x")
     socket.send_fds(peer, [command(b"PING", b"\0\0")], [fd])
-
-
-def ride_twice(peer: socket.socket, fd: int) -> None:
-    """On two parts of one message."""
-    data = frame_header(100) + bytes(100)
-    socket.send_fds(peer, [data[:10]], [fd])
-    socket.send_fds(peer, [data[10:20]], [fd])
 
 
 def ride_on_many(peer: socket.socket, fd: int) -> None:
@@ -169,7 +222,7 @@ def ride_on_many(peer: socket.socket, fd: int) -> None:
         socket.send_fds(peer, [command(b"PING", b"\0\0")], [fd] * 50)
 
 
-@pytest.mark.parametrize("ride", [ride_alone, ride_twice, ride_on_many])
+@pytest.mark.parametrize("ride", [ride_alone, ride_on_many])
 def test_descriptors_in_the_wrong_place_end_the_connection(
     ride: Callable[[socket.socket, int], None],
 ) -> None:
@@ -177,14 +230,13 @@ def test_descriptors_in_the_wrong_place_end_the_connection(
     with event() as fd, raw_peer() as (peer, channel):
         ride(peer, fd)
         with pytest.raises(BadFrame, match="descriptors"):
-            all_messages(channel)
+            list(iter(lambda: next_message(channel), None))
         channel.close()
 
 
-def test_a_process_that_may_open_no_more_files_says_which_message_lost_its_own(pair: Pair) -> None:
+def test_a_process_that_may_open_no_more_files_says_which_message_lost_its_own() -> None:
     """The error has the message; what found room is the caller's, and the channel goes on."""
-    left, right = pair
-    with event() as fd:
+    with event() as fd, channel_pair() as (left, right):
         left.send(b"before")
         left.send(b"lost", [fd] * MAX_DESCRIPTORS)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -220,16 +272,6 @@ def zmq_socket(kind: int) -> Iterator["zmq.Socket[bytes]"]:
         yield sock
 
 
-def received_by(server: Server) -> Received:
-    """The next message at a server."""
-    end = time.monotonic() + PATIENCE
-    while (received := server.next_request()) is None:
-        if not server.pending:
-            assert select.select([server], [], [], end - time.monotonic())[0]
-        server.handle_events()
-    return received
-
-
 @pytest.mark.parametrize("nbytes", [0, 255, 256, MIB])
 def test_a_zeromq_router_and_a_channel_exchange_messages(tmp_path: Path, nbytes: int) -> None:
     """Of any size."""
@@ -248,25 +290,3 @@ def test_a_zeromq_router_and_a_channel_exchange_messages(tmp_path: Path, nbytes:
         assert body == bytes(nbytes)
         router.send_multipart([identity, body])
         assert next_message(channel) == (bytes(nbytes), ())
-
-
-def test_a_zeromq_dealer_reads_a_stream_with_descriptors_as_if_there_were_none(
-    tmp_path: Path,
-) -> None:
-    """Every second message brings one, which no process keeps; those of the dealer bring none."""
-    server = Server(tmp_path / "s", max_bytes=MIB, takes_descriptors=True)
-    count = 2000
-    with event() as fd, zmq_socket(zmq.DEALER) as dealer:
-        dealer.connect(f"ipc://{tmp_path / 's'}")
-        dealer.send(b"hello")
-        client, frame, fds = received_by(server)
-        assert (frame, fds) == (b"hello", ())
-        bodies = [b"%d" % number * (number % 400) for number in range(count)]
-        for number, body in enumerate(bodies):
-            assert server.send(client, body, [fd] * (number % 2))
-            server.handle_events()
-            if number % 50 == 49:
-                assert [dealer.recv() for _ in range(50)] == bodies[number - 49 : number + 1]
-        dealer.send(b"bye")
-        assert received_by(server) == (client, b"bye", ())
-    server.close()

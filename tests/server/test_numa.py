@@ -56,24 +56,21 @@ def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
 ) -> None:
     """One for each GPU, in order of bus ids, whose node's processors may be used, of several."""
     describe(machine, gpus, online)
-    found = gpu_nodes(set(allowed))
-    assert [(gpu.node.number, set(gpu.node.cpus)) for gpu in found] == expected
+    gpu_list = gpu_nodes(set(allowed))
+    assert [(gpu.node.number, set(gpu.node.cpus)) for gpu in gpu_list] == expected
     if len(expected) == len(gpus):
-        assert [gpu.device for gpu in found] == [device(bus) for bus in sorted(gpus)]
+        assert [gpu.device for gpu in gpu_list] == [device(bus) for bus in sorted(gpus)]
 
 
 def here() -> list[Node]:
     """The nodes of this machine on which this process may run."""
     allowed = os.sched_getaffinity(0)
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
-    found = [
-        Node(
-            int(folder.name[4:]),
-            frozenset(parse_cpu_list((folder / "cpulist").read_text()) & allowed),
-        )
+    cpus = {
+        int(folder.name[4:]): parse_cpu_list((folder / "cpulist").read_text()) & allowed
         for folder in folders
-    ]
-    return [node for node in found if node.cpus]
+    }
+    return [Node(number, frozenset(some)) for number, some in cpus.items() if some]
 
 
 def test_memory_lies_where_the_thread_ran_that_allocated_it() -> None:
@@ -159,26 +156,15 @@ def test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu(
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(
-    ("shares", "level", "says"),
-    [
-        ([{0: 1.0}, {1: 1.0}, {1: 0.9, 0: 0.1}], "info", "37 % on node 0, 63 % on node 1"),
-        ([{0: 1.0}, {1: 0.7, 2: 0.3}, {1: 1.0}], "warning", "; 10 % of it is on another node"),
-    ],
-    ids=["near", "elsewhere"],
-)
 @pytest.mark.usefixtures("two_nodes")
 def test_the_log_says_on_which_nodes_the_pool_is(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shares: list[dict[int, float]],
-    level: str,
-    says: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once it is allocated, with the remedy where parts lie elsewhere than their GPUs."""
-    of_parts = iter(shares)
+    of_parts = iter([{0: 1.0}, {1: 0.7, 2: 0.3}, {1: 1.0}])
     monkeypatch.setattr(numa, "node_shares", lambda *_: next(of_parts))
-    pool = allocated(PoolMemory(tmp_path / "pool", 30 * MIB))
-    assert pool.placement is not None
-    assert pool.placement.level == level
-    assert says in pool.placement.text
+    placement = allocated(PoolMemory(tmp_path / "pool", 30 * MIB)).placement
+    assert placement is not None
+    assert placement.level == "warning"
+    assert "57 % on node 1" in placement.text
+    assert "; 10 % of it is on another node" in placement.text
