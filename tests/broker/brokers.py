@@ -108,7 +108,7 @@ def lane_ready(usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
 
 
 def lane_up(broker: Broker, device: str = "host", **fields: Any) -> list[Effect]:
-    """Have a lane say that it serves; what the broker does then."""
+    """Have a lane say that it serves; return what the broker does then."""
     return broker.supervision.received(device, lane_ready(**fields), 0.0)
 
 
@@ -153,10 +153,37 @@ def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields:
     return replace(message, **fields)
 
 
+def columns(refs: Sequence[tuple[int, int]]) -> dict[str, IntArray]:
+    """Return slots and generations as messages have them."""
+    return {
+        "slots": IntArray.of([slot for slot, _ in refs], "u4"),
+        "generations": IntArray.of([generation for _, generation in refs], "u8"),
+    }
+
+
+def share_done(
+    worker: Session, namespace: bytes, refs: Sequence[tuple[int, int]], *, ok: bool = True
+) -> ShareDone:
+    """Return the report of a worker's lane on its share of whole chunks."""
+    registration = worker.registration
+    assert registration is not None
+    many = len(refs)
+    return ShareDone(
+        session=worker.number,
+        rank=registration.rank,
+        namespace=namespace,
+        first=IntArray.of([0] * many, "u2"),
+        count=IntArray.of([registration.layout.blocks_per_chunk] * many, "u2"),
+        groups=IntArray.of([0] * many, "u2"),
+        ok=ok,
+        **columns(refs),
+    )
+
+
 def mapped(
     broker: Broker, session: Session, device: str = "host", attempt: int = 0
 ) -> list[Effect]:
-    """Have a lane say that it has mapped the session's memory; what the broker does then."""
+    """Have a lane say that it has mapped the session's memory; return what the broker does."""
     message = Imported(session=session.number, error="", attempt=attempt)
     return broker.supervision.received(device, message, 0.0)
 
@@ -174,19 +201,17 @@ def refusal(effects: list[Effect]) -> Error:
 
 
 class DrivenBroker:
-    """Counts requests and replies of sessions that are there; `carried_out` sees every effect."""
+    """Counts requests and replies of open sessions; `carried_out` sees every effect."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.now = 100.0
         self.asked: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], list[Message]] = {}
-        self.came = 0
 
     def connected(self) -> Session:
         """A new session, before its HELLO."""
-        self.came += 1
-        return self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        return self.broker.connected(next(_tokens).to_bytes(16), Peer(1, 0, 0))
 
     def request(self, session: Session, number: int, message: Message, fds: int = 0) -> None:
         """A session asks."""
@@ -194,7 +219,7 @@ class DrivenBroker:
         self.carry_out(self.broker.request(session, number, message, self.now, fds))
 
     def lose(self, session: Session) -> None:
-        """A process is gone, and nobody waits for its replies."""
+        """A process ends; its replies are forgotten."""
         self.carry_out(self.broker.lost(session))
         for key in [key for key in self.asked if key[0] == session.number]:
             del self.asked[key]
@@ -216,32 +241,6 @@ class DrivenBroker:
                 self.from_lane(answer, device)
             case LanePing():
                 self.from_lane(LanePong(), device)
-
-    def share(
-        self,
-        worker: Session,
-        namespace: bytes,
-        slots: Sequence[int],
-        generations: Sequence[int],
-        *,
-        ok: bool,
-    ) -> None:
-        """The lane of a worker reports its share of whole chunks."""
-        registration = worker.registration
-        assert registration is not None
-        many = len(slots)
-        report = ShareDone(
-            session=worker.number,
-            rank=registration.rank,
-            namespace=namespace,
-            slots=IntArray.of(slots, "u4"),
-            generations=IntArray.of(generations, "u8"),
-            first=IntArray.of([0] * many, "u2"),
-            count=IntArray.of([registration.layout.blocks_per_chunk] * many, "u2"),
-            groups=IntArray.of([0] * many, "u2"),
-            ok=ok,
-        )
-        self.from_lane(report, registration.device)
 
     def pass_time(self, seconds: float, heard: Iterable[str]) -> None:
         """Deadlines come; these lanes have been heard meanwhile."""

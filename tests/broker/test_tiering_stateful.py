@@ -14,7 +14,7 @@ from kvd.outcomes import Outcome
 from kvd.wire.tiering import Get
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.messages import Reset
-from tests.broker.fake_tier import FakeTier, TierBench
+from tests.broker.benches import Bench, FakeTier, TierBench
 from tests.exploring import explored
 
 KEYS = [b"key %d" % number for number in range(10)]
@@ -38,10 +38,9 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored: set[bytes] = set()
         self.lost: set[tuple[int, bytes]] = set()
 
-    def held(self, fake: FakeTier) -> set[bytes]:
+    def chunks_of(self, fake: FakeTier) -> set[bytes]:
         """What a tier keeps of the namespace as it is now."""
-        name = self.bench.namespace.id
-        return {key for of, salt, key in fake.kept if (of, salt) == (name, fake.salts.get(name))}
+        return set(fake.chunks_of(self.bench.namespace.id))
 
     @rule(keys=SOME, load=st.booleans())
     def store(self, keys: list[bytes], load: bool) -> None:
@@ -72,14 +71,14 @@ class TieringMachine(RuleBasedStateMachine):
             self.bench.killed.clear()
 
     @rule(turns=st.sampled_from([1, 4, 60]))
-    def nobody_answers(self, turns: int) -> None:
+    def no_tier_answers(self, turns: int) -> None:
         """Time passes, and no tier says anything."""
         for _ in range(turns):
             self.pass_time(0.2)
 
     def pass_time(self, seconds: float) -> None:
         """The broker looks around once, some time later."""
-        TierBench.now += seconds
+        Bench.now += seconds
         self.bench.turn()
 
     @rule(which=WHICH, hangs=st.booleans())
@@ -90,14 +89,14 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(which=WHICH, outcome=st.sampled_from([None, Outcome.FAILED, Outcome.LATE]))
     def spoil(self, which: int, outcome: Outcome | None) -> None:
         """A medium fails from now on, or works again."""
-        self.bench.fakes[which].spoils = outcome
+        self.bench.fakes[which].failure = outcome
 
     @rule(which=WHICH, keys=SOME)
     def lose(self, which: int, keys: list[bytes]) -> None:
         """A medium loses chunks and does not know it."""
         fake = self.bench.fakes[which]
-        for place in [place for place in fake.kept if place[2] in keys]:
-            del fake.kept[place]
+        for place in [place for place in fake.chunks if place[2] in keys]:
+            del fake.chunks[place]
             self.lost.add((which, place[2]))
 
     @rule(which=WHICH)
@@ -114,11 +113,11 @@ class TieringMachine(RuleBasedStateMachine):
     def reset(self, late: bool) -> None:
         """The engine drops all chunks of its namespace; answers of before may come later."""
         bench = self.bench
-        answers = [(fake, order) for fake in bench.fakes for order in fake.waiting if late]
+        answers = [(fake, order) for fake in bench.fakes for order in fake.orders if late]
         messages = [(fake, fake.done(order)) for fake, order in answers]
         for fake, order in answers:
-            fake.waiting.remove(order)
-        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+            fake.orders.remove(order)
+        bench.ask(Reset())
         self.stored.clear()
         for fake, message in messages:
             fake.say(message)
@@ -132,29 +131,28 @@ class TieringMachine(RuleBasedStateMachine):
             below = self.bench.below(key) or 0
             assert key in self.stored or (self.bench.lookup(key), below) == ([LookupResult.MISS], 0)
             for fake in self.bench.fakes:
-                known = (fake.index, key) in self.lost or key in self.held(fake)
+                known = (fake.index, key) in self.lost or key in self.chunks_of(fake)
                 assert known or not below & 1 << fake.index
         for fake in self.bench.fakes:
-            for order in fake.waiting:
+            for order in fake.orders:
                 if isinstance(order, Get):
-                    for slot, generation in zip(
-                        order.slots.tolist(), order.generations.tolist(), strict=True
-                    ):
+                    slots, generations = order.slots.tolist(), order.generations.tolist()
+                    for slot, generation in zip(slots, generations, strict=True):
                         assert directory.generation(slot) == generation
                         assert directory.state(slot) in {SlotState.WRITING, SlotState.DRAINING}
 
     def teardown(self) -> None:
         """Once all media work, nothing is left over and all that tiers keep comes up."""
         for fake in self.bench.fakes:
-            fake.hangs, fake.spoils = False, None
+            fake.hangs, fake.failure = False, None
         self.work(60)
         self.bench.evict()
-        kept = [key for key in KEYS if any(key in self.held(fake) for fake in self.bench.fakes)]
+        kept = sorted(set().union(*map(self.chunks_of, self.bench.fakes)) & set(KEYS))
         for _ in range(2):  # the first may find what a tier has lost
             self.bench.seek(*kept)
             self.work(5)
         assert self.bench.lookup(*kept) == [LookupResult.HIT] * len(kept)
-        stats = self.bench.table().slots.stats()
+        stats = self.bench.table.slots.stats()
         assert (stats["writing"], stats["draining"]) == (0, 0)
         for fake in self.bench.fakes:
             assert fake.tier.put_bytes == fake.tier.get_bytes == 0
@@ -172,6 +170,6 @@ class SharedTieringMachine(TieringMachine):
 @pytest.mark.parametrize("machine", [TieringMachine, SharedTieringMachine])
 def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
+    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(Bench.now * 1e9))
     monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
     run_state_machine_as_test(machine, settings=explored(40, 30))
