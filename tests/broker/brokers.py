@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, OpenPool, Reply
+from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
 from kvd.broker.tiers.tier import tiers_of
 from kvd.cache.namespaces import Namespaces
@@ -17,7 +16,6 @@ from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import LoadedSettings
 from kvd.config.values import parse_tiers
-from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     ImportWorker,
@@ -85,20 +83,6 @@ def open_pool(broker: Broker, cpu_bytes: int, explanation: str = "") -> list[Eff
         make_buffer=lambda _, nbytes: bytearray(nbytes),
     )
     return broker.registration.pool_opened(namespaces, explanation)
-
-
-def size_pool(
-    broker: Broker, effects: list[Effect], available: int = 2**30, kept: int | None = None
-) -> list[Effect]:
-    """Return the effects, where they ask for a pool with what follows on a machine like this."""
-    for effect in [effect for effect in effects if isinstance(effect, OpenPool)]:
-        try:
-            size, explanation = auto_size(broker.state.settings, effect.layouts, available, kept)
-        except Refusal as refusal:
-            effects = effects + broker.registration.pool_refused(refusal)
-        else:
-            effects = effects + open_pool(broker, size, explanation)
-    return effects
 
 
 def lane_ready(usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
