@@ -223,6 +223,10 @@ class FakeTier:
         keys = tuple(chunks)
         self.say(ScanResult(namespace=namespace, salt=salt, keys=keys, last=True, **parts))
 
+    def keys(self, kind: type[Put | Get | Lookup]) -> list[bytes]:
+        """Keys of all orders of this kind that it was given."""
+        return [key for order in self.messages if isinstance(order, kind) for key in order.keys]
+
     def answer(self) -> None:
         """It does what it was told, unless it hangs."""
         self.open_namespaces()

@@ -20,30 +20,18 @@ from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Get
 from kvd_proto.directory import LookupResult, SlotState
-from tests.broker.benches import STEP, Bench, TierBench, result_of
+from tests.broker.benches import STEP, FakeTier, TierBench, result_of
 from tests.daemon.hidden import assert_hidden
 
 DISK = "disk:/a"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 
 
-@pytest.fixture(autouse=True)
-def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories read the time that tests let pass."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(Bench.now * 1e9))
-
-
-@pytest.fixture
-def bench() -> TierBench:
-    """One above a disk."""
-    return TierBench(DISK)
-
-
 def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended(
     bench: TierBench,
+    disk: FakeTier,
 ) -> None:
     """Lookups miss at once, the medium may still write: no slot is used before its answer."""
-    (disk,) = bench.fakes
     bench.keep(b"a", b"b")
     bench.evict()
     disk.hangs = True
@@ -59,7 +47,7 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended(
     assert bench.table.slots.stats()["draining"] == 2
     bench.check()
     bench.seek(b"a")
-    assert [order.keys for order in disk.messages if isinstance(order, Get)] == [(b"a", b"b")]
+    assert disk.keys(Get) == [b"a", b"b"]
     disk.hangs = False
     disk.answer()
     assert bench.table.slots.stats()["draining"] == 0
@@ -71,9 +59,8 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended(
     bench.check()
 
 
-def test_a_tier_that_moves_slowly_stays_in_use(bench: TierBench) -> None:
+def test_a_tier_that_moves_slowly_stays_in_use(bench: TierBench, disk: FakeTier) -> None:
     """Progress of single chunks counts, however long the batch takes."""
-    (disk,) = bench.fakes
     bench.load(bench.store(b"a", b"b"))
     for _ in range(40):
         disk.progress += 1
@@ -83,9 +70,9 @@ def test_a_tier_that_moves_slowly_stays_in_use(bench: TierBench) -> None:
 
 def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead(
     bench: TierBench,
+    disk: FakeTier,
 ) -> None:
     """After ten seconds without progress; it may take its time to die."""
-    (disk,) = bench.fakes
     bench.keep(b"a")
     bench.evict()
     disk.hangs = True
@@ -193,10 +180,9 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
 
 
 def test_slots_that_a_tier_may_still_write_wait_for_its_end(
-    bench: TierBench, monkeypatch: pytest.MonkeyPatch
+    bench: TierBench, disk: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault in the midst of an answer: they are not free before the process has ended."""
-    (disk,) = bench.fakes
     bench.keep(b"a", b"b")
     bench.evict()
     disk.hangs = True
@@ -224,10 +210,9 @@ def test_slots_that_a_tier_may_still_write_wait_for_its_end(
 
 
 def test_what_is_told_of_a_fault_shows_no_key(
-    bench: TierBench, monkeypatch: pytest.MonkeyPatch
+    bench: TierBench, disk: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception, or an answer, that holds a key is told of without it: log, trace and status."""
-    (disk,) = bench.fakes
     bench.keep(b"a")
     bench.evict()
     inject(monkeypatch, Promotion, "get_ended", KeyError(b"SECRET"))

@@ -170,6 +170,5 @@ class SharedTieringMachine(TieringMachine):
 @pytest.mark.parametrize("machine", [TieringMachine, SharedTieringMachine])
 def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(Bench.now * 1e9))
     monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
     run_state_machine_as_test(machine, settings=explored(40, 30))

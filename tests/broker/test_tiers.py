@@ -17,17 +17,11 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset
-from tests.broker.benches import STEP, Bench, FakeTier, TierBench, bring_up
+from tests.broker.benches import STEP, FakeTier, TierBench, bring_up
 from tests.broker.brokers import join, mapped, register, replies
 
 DISK, SHARED = "disk:/a", "mooncake:master=a:1"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-
-
-@pytest.fixture(autouse=True)
-def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories read the time that tests let pass."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(Bench.now * 1e9))
 
 
 def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
@@ -42,26 +36,20 @@ def namespaces_of(bench: TierBench) -> Namespaces:
     return bench.broker.state.namespaces
 
 
-def keys_told(fake: FakeTier, kind: type[Put | Get | Lookup]) -> list[bytes]:
-    """Keys of all orders of this kind that a tier was given."""
-    return [key for order in fake.messages if isinstance(order, kind) for key in order.keys]
-
-
 # -------------------------------------------------------------------------- down
 
 
-def test_what_was_asked_for_goes_down_and_is_found_there() -> None:
+def test_what_was_asked_for_goes_down_and_is_found_there(bench: TierBench, disk: FakeTier) -> None:
     """A chunk that was only stored stays out; the directory names the tier when it has answered."""
-    bench, disk = bench_of(DISK)
     refs = bench.store(b"a", b"b")
     bench.load(refs[:1])
     bench.run()
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     assert (bench.below(b"a"), bench.below(b"b")) == (1, None)
     assert disk.tier.counts.puts["ok"] == 1
     bench.load(refs[:1])
     bench.run()
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     bench.check()
 
 
@@ -70,27 +58,26 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     bench, disk = bench_of(f"{DISK},queue=16KiB,late=60")
     bench.load(bench.store(*(bytes([i]) for i in range(10))))
     bench.turn(1.0)
-    assert len(keys_told(disk, Put)) == 4
+    assert len(disk.keys(Put)) == 4
     assert disk.tier.put_bytes == 16384
     bench.run(2.0)
-    assert len(keys_told(disk, Put)) == 10
+    assert len(disk.keys(Put)) == 10
     assert disk.tier.put_bytes == 0
 
 
-def test_a_full_tier_is_given_nothing_for_a_while() -> None:
+def test_a_full_tier_is_given_nothing_for_a_while(bench: TierBench, disk: FakeTier) -> None:
     """It is not set aside for that, and is tried again."""
-    bench, disk = bench_of(DISK)
     disk.failure = Outcome.FULL
     bench.load(bench.store(b"a"))
     bench.run(0.3)
     assert bench.below(b"a") is None
     bench.load(bench.store(b"b"))
     bench.run(0.3)
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     assert disk.tier.in_use
     disk.failure = None
     bench.run(1.0)
-    assert keys_told(disk, Put) == [b"a", b"b"]
+    assert disk.keys(Put) == [b"a", b"b"]
     assert bench.below(b"b") == 1
 
 
@@ -98,9 +85,10 @@ def test_a_full_tier_is_given_nothing_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED, Outcome.LATE])
-def test_a_get_that_fails_is_a_miss_and_its_slot_is_free(outcome: Outcome) -> None:
+def test_a_get_that_fails_is_a_miss_and_its_slot_is_free(
+    bench: TierBench, disk: FakeTier, outcome: Outcome
+) -> None:
     """What is not there, or not right, is forgotten; what could not be read may be there still."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     bench.evict()
     disk.failure = outcome
@@ -123,11 +111,11 @@ def test_promotions_take_a_quarter_of_what_is_held_and_the_rest_waits_its_turn()
     bench.keep(*keys)
     bench.evict()
     bench.seek(*keys)
-    first = keys_told(disk, Get)
+    first = disk.keys(Get)
     assert first == keys[: len(first)]
     assert len(first) == 64 // 4
     bench.run()
-    assert keys_told(disk, Get) == keys
+    assert disk.keys(Get) == keys
     assert bench.lookup(*keys) == [HIT] * 40
     bench.check()
 
@@ -140,11 +128,11 @@ def test_engines_take_turns() -> None:
     bench.keep(*few)
     bench.evict()
     bench.seek(*many)
-    begun = len(keys_told(disk, Get))
+    begun = len(disk.keys(Get))
     assert 0 < begun < len(many) - len(few)
     bench.seek(*few, session=bring_up(bench.broker, "other"))
     bench.run()
-    order = keys_told(disk, Get)[begun:]
+    order = disk.keys(Get)[begun:]
     assert sorted(order) == sorted([*many[begun:], *few])
     assert [key for key in order if key in few] == few
     assert set(few) <= set(order[: 2 * len(few)])
@@ -159,21 +147,20 @@ def test_loans_that_are_of_no_use_make_room_for_what_comes_up() -> None:
     assert bench.table.slots.stats()["lent"] == 16
     bench.turn(0.5)
     bench.seek(b"a", b"b")
-    assert keys_told(disk, Get) == []
+    assert disk.keys(Get) == []
     bench.run()
     assert bench.lookup(b"a", b"b") == [HIT, HIT]
     bench.check()
 
 
-def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
+def test_nothing_comes_up_while_the_daemon_is_drained(bench: TierBench, disk: FakeTier) -> None:
     """A promotion is a store."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     bench.evict()
     bench.ask(Drain(), join(bench.broker, "tool"))
     bench.seek(b"a")
     bench.run()
-    assert keys_told(disk, Get) == []
+    assert disk.keys(Get) == []
 
 
 # ------------------------------------------------------------------------ shared
@@ -185,9 +172,9 @@ def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
     salt = shared.salts[bench.namespace.id]
     shared.chunks[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Lookup) == [b"a", b"x"]
+    assert shared.keys(Lookup) == [b"a", b"x"]
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Lookup) == [b"a", b"x"]
+    assert shared.keys(Lookup) == [b"a", b"x"]
     shared.answer()
     assert bench.lookup(b"a", b"x") == [PENDING, MISS]
     assert bench.below(b"x") == 0
@@ -215,9 +202,10 @@ def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> Non
 # ------------------------------------------------------------------- namespaces
 
 
-def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
+def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work(
+    bench: TierBench, disk: FakeTier
+) -> None:
     """Ten thousand chunks need many turns, and all are found in the end."""
-    bench, disk = bench_of(DISK)
     namespace = bench.namespace
     for begin in range(0, 10_000, 1000):
         found = {i.to_bytes(4): (0, 1, 0, b"") for i in range(begin, begin + 1000)}
@@ -231,9 +219,8 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
     assert len(namespace.directory.tiers) == 10_000
 
 
-def test_a_scan_of_before_a_reset_is_nothing() -> None:
+def test_a_scan_of_before_a_reset_is_nothing(bench: TierBench, disk: FakeTier) -> None:
     """It was under way when the namespace was reset, as was the tier's first answer."""
-    bench, disk = bench_of(DISK)
     identity = bench.namespace.id
     before = disk.salts[identity]
     disk.hangs = True
@@ -276,9 +263,10 @@ def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> N
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_a_tier_that_has_not_heard_of_a_reset_is_told(knows: bool) -> None:
+def test_a_tier_that_has_not_heard_of_a_reset_is_told(
+    bench: TierBench, disk: FakeTier, knows: bool
+) -> None:
     """A namespace begins with the salt of its last reset: what is kept under another is nothing."""
-    bench, disk = bench_of(DISK)
     other = bytes([9]) * 16
     namespaces = namespaces_of(bench)
     namespaces.resets.draw(other.hex())
@@ -309,10 +297,9 @@ def test_a_tier_that_is_not_there_at_a_reset_is_named(tier: str) -> None:
 
 @pytest.mark.parametrize("message", [Reset(), Clear(namespace=None)])
 def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
-    message: Reset | Clear, monkeypatch: pytest.MonkeyPatch
+    bench: TierBench, disk: FakeTier, message: Reset | Clear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks are gone and tiers are told; the reply says to ask again."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     resets = namespaces_of(bench).resets
     draw = resets.draw
@@ -328,9 +315,8 @@ def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
     assert disk.messages[-1] == NewSalt(namespace=bench.namespace.id, salt=salt)
 
 
-def test_tiers_are_told_of_namespaces_that_close() -> None:
+def test_tiers_are_told_of_namespaces_that_close(bench: TierBench, disk: FakeTier) -> None:
     """What they keep stays, and is found when the namespace is used again."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     identity = bench.namespace.id
     namespaces = namespaces_of(bench)
@@ -362,18 +348,16 @@ def test_engines_are_told_of_the_tiers_and_temporary_ones_have_none() -> None:
 
 
 def test_a_table_that_is_full_has_a_tier_drop_what_nobody_would_find(
-    monkeypatch: pytest.MonkeyPatch,
+    bench: TierBench, disk: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier's room is for what can be found."""
-    bench, disk = bench_of(DISK)
     monkeypatch.setattr(type(bench.namespace.directory.tiers), "hold", lambda *_: False)
     bench.keep(b"a")
     assert Drop(namespace=bench.namespace.id, keys=(b"a",)) in disk.messages
 
 
-def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
+def test_a_reset_is_marked_until_the_tier_confirms_it(bench: TierBench, disk: FakeTier) -> None:
     """A process that begins after one that ended too early learns that the salt is a new one."""
-    bench, disk = bench_of(DISK)
 
     def begun_anew() -> bool:
         disk.end()
