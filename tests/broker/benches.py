@@ -208,20 +208,18 @@ class FakeTier:
         """It opens what it was told to open, and says what it has there, unless it hangs."""
         while self.unopened and not self.hangs:
             namespace = self.unopened.pop(0)
-            salt = self.salts[namespace]
-            self.say(NamespaceOpened(namespace=namespace, salt=salt))
-            self.scan(namespace, salt, self.chunks_of(namespace))
+            self.say(NamespaceOpened(namespace=namespace, salt=self.salts[namespace]))
+            self.say(self.scan_result(namespace, self.chunks_of(namespace)))
 
     def chunks_of(self, namespace: bytes) -> dict[bytes, Coverage]:
         """What it has of a namespace as it is now."""
         place = namespace, self.salts.get(namespace)
         return {key: it for (*at, key), it in self.chunks.items() if (*at,) == place}
 
-    def scan(self, namespace: bytes, salt: bytes, chunks: dict[bytes, Coverage]) -> None:
-        """It says what a scan has found."""
-        parts = _parts(chunks.values())
-        keys = tuple(chunks)
-        self.say(ScanResult(namespace=namespace, salt=salt, keys=keys, last=True, **parts))
+    def scan_result(self, namespace: bytes, chunks: dict[bytes, Coverage]) -> ScanResult:
+        """What a scan of a namespace says as it is now."""
+        salt, parts = self.salts[namespace], _parts(chunks.values())
+        return ScanResult(namespace=namespace, salt=salt, keys=tuple(chunks), last=True, **parts)
 
     def keys(self, kind: type[Put | Get | Lookup]) -> list[bytes]:
         """Keys of all orders of this kind that it was given."""

@@ -57,8 +57,8 @@ def make_broker(
     """Return a broker whose pool, unless its size is ``auto``, is open and allocated."""
     chosen = Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes, **settings)
     tiers = tiers_of(
-        (each, "remote" if each.kind == "mooncake" else each.kind, each.kind == "mooncake")
-        for each in parse_tiers(chosen.tier)
+        (tier, "remote" if tier.kind == "mooncake" else tier.kind, tier.kind == "mooncake")
+        for tier in parse_tiers(chosen.tier)
     )
     broker = Broker(
         LoadedSettings(chosen),
@@ -192,10 +192,12 @@ class DrivenBroker:
         self.now = 100.0
         self.asked: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], list[Message]] = {}
+        self.num_sessions = 0
 
     def connected(self) -> Session:
-        """A new session, before its HELLO."""
-        return self.broker.connected(next(_tokens).to_bytes(16), Peer(1, 0, 0))
+        """A new session, before its HELLO; tokens are the same in each run."""
+        self.num_sessions += 1
+        return self.broker.connected(self.num_sessions.to_bytes(16), Peer(1, 0, 0))
 
     def request(self, session: Session, number: int, message: Message, fds: int = 0) -> None:
         """A session asks."""
@@ -276,9 +278,10 @@ class DrivenBroker:
         assert not state.registry.sessions, repr(state.registry)
         for namespace in state.namespaces or ():
             slots = namespace.table.slots
-            held = slots.stats()
+            counts = slots.stats()
             assert not namespace.engines, repr(namespace)
             assert not namespace.temporary, repr(namespace)
             assert not slots.leases, repr(namespace)
-            assert not any(held[state] for state in ("lent", "writing", "draining", "pinned")), held
+            left = [state for state in ("lent", "writing", "draining", "pinned") if counts[state]]
+            assert not left, counts
         state.check_integrity()

@@ -11,9 +11,9 @@ from hypothesis.stateful import (
 
 from kvd.broker.tiers.breaker import BreakerState
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Get
+from kvd.wire.tiering import Get, NamespaceOpened
 from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.messages import Reset
+from kvd_proto.messages import Message, Reset
 from tests.broker.benches import Bench, FakeTier, TierBench
 from tests.exploring import explored
 
@@ -111,12 +111,16 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(late=st.booleans())
     def reset(self, late: bool) -> None:
-        """The engine drops all chunks of its namespace; answers of before may come later."""
-        bench = self.bench
-        answers = [(fake, order) for fake in bench.fakes for order in fake.orders if late]
-        messages = [(fake, fake.done(order)) for fake, order in answers]
-        for fake, order in answers:
-            fake.orders.remove(order)
+        """The engine drops all chunks of its namespace; answers and scans of before come later."""
+        bench, name = self.bench, self.bench.namespace.id
+        messages: list[tuple[FakeTier, Message]] = []
+        for fake in bench.fakes if late else ():
+            messages += [(fake, fake.done(order)) for order in fake.orders]
+            fake.orders.clear()
+            if name in fake.unopened:
+                opened = NamespaceOpened(namespace=name, salt=fake.salts[name])
+                messages.append((fake, opened))
+            messages.append((fake, fake.scan_result(name, fake.chunks_of(name))))
         bench.ask(Reset())
         self.stored.clear()
         for fake, message in messages:

@@ -10,7 +10,6 @@ from kvd.wire.tiering import (
     Drop,
     Get,
     Lookup,
-    NamespaceOpened,
     NewSalt,
     OpenNamespace,
     Put,
@@ -208,8 +207,8 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work(
     """Ten thousand chunks need many turns, and all are found in the end."""
     namespace = bench.namespace
     for begin in range(0, 10_000, 1000):
-        found = {i.to_bytes(4): (0, 1, 0, b"") for i in range(begin, begin + 1000)}
-        disk.scan(namespace.id, disk.salts[namespace.id], found)
+        chunks = {i.to_bytes(4): (0, 1, 0, b"") for i in range(begin, begin + 1000)}
+        disk.say(disk.scan_result(namespace.id, chunks))
     turns = 0
     while not bench.below((9999).to_bytes(4)):
         assert bench.broker.tiering.due(bench.now) == 0.0
@@ -217,30 +216,6 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work(
         turns += 1
     assert turns >= 10
     assert len(namespace.directory.tiers) == 10_000
-
-
-def test_a_scan_of_before_a_reset_is_nothing(bench: TierBench, disk: FakeTier) -> None:
-    """It was under way when the namespace was reset, as was the tier's first answer."""
-    identity = bench.namespace.id
-    before = disk.salts[identity]
-    disk.hangs = True
-    disk.end()
-    disk.start()
-    bench.turn(0.5)
-    assert disk.tier.namespaces[bench.namespace].salt is None
-    bench.ask(Reset())
-    disk.say(NamespaceOpened(namespace=identity, salt=before))
-    disk.scan(identity, before, {b"a": (0, 1, 0, b"")})
-    bench.turn(STEP)
-    assert bench.below(b"a") is None
-    before = disk.salts[identity]
-    disk.scan(identity, before, {b"b": (0, 1, 0, b"")})
-    bench.turn(STEP)
-    assert bench.below(b"b") == 1
-    bench.ask(Reset())
-    disk.scan(identity, before, {b"c": (0, 1, 0, b"")})
-    bench.turn(STEP)
-    assert bench.below(b"c") is None
 
 
 def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> None:
