@@ -149,7 +149,6 @@ class FakeTier:
         self.hangs = False
         self.failure: Outcome | None = None
         self.progress = 0
-        self.pinged = False
 
     @property
     def tier(self) -> TierProcess:
@@ -187,7 +186,6 @@ class FakeTier:
                 self.unopened.append(namespace)
                 self.open_namespaces()
             case TierPing():
-                self.pinged = True
                 self.pong()
             case Put() | Get() | Lookup():
                 assert self.tier.up
@@ -199,8 +197,7 @@ class FakeTier:
 
     def pong(self) -> None:
         """It answers a ping, unless it hangs."""
-        if self.pinged and not self.hangs:
-            self.pinged = False
+        if not self.hangs:
             figures = {"queued_bytes": 0, "total_bytes": 2**30, "used_bytes": 0, "chunks": 0}
             self.say(TierPong(progress=self.progress, busy=0, **figures))
 

@@ -10,14 +10,13 @@ from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, OpenPool, ToLane
 from kvd.broker.registration import MAX_CHECKED_AT_ONCE
-from kvd.broker.sessions import Registry
-from kvd.client_names import Peer
 from kvd.errors import Refusal
 from kvd.wire.link import ImportWorker
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import Error, ErrorCode, Fingerprint, Register
 from tests.broker import brokers
 from tests.broker.brokers import (
+    CUDA,
     PAGE,
     join,
     lane_up,
@@ -177,15 +176,6 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     assert opened(broker.background.work())
 
 
-def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
-    """With auto it is refused until another engine has; nothing is opened."""
-    broker = unsized()
-    message = replace(register(), temporary=True)
-    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
-    assert error.code is ErrorCode.BAD_STATE
-    assert broker.state.namespaces is None
-
-
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
     """Model, shape, contents and world size count, being temporary, and users who do not share."""
     lasting = register()
@@ -206,18 +196,30 @@ def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
     assert namespace_id([more_blocks]) in ids
 
 
-def test_an_engines_name_belongs_to_one_user() -> None:
-    """No session joins an engine of another user, whose slots and leases it could then name."""
-    registry = Registry(max_sessions_per_user=10, max_sessions=10)
-    mine, also_mine, other = (
-        registry.connect(bytes([i]) * 16, Peer(i, uid, 0)) for i, uid in ((1, 5), (2, 5), (3, 6))
-    )
-    engine = registry.join(mine, "llama")
-    assert registry.join(also_mine, "llama") is engine
-    with pytest.raises(Refusal, match="belongs to uid 5, this process to uid 6") as refused:
-        registry.join(other, "llama")
-    assert refused.value.code is ErrorCode.FORBIDDEN
-    assert registry.join(other, "another") is not engine
+DEVICES = ("cuda:0", "gpu", "cuda", f"cuda:{'0F' * 16}", f"{CUDA}0")
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "texts"),
+    [
+        (replace(register(), temporary=True), ErrorCode.BAD_STATE, ["cpu_bytes is auto"]),
+        *(
+            (replace(register(), device=device), ErrorCode.BAD_LAYOUT, [repr(device), "smi -L"])
+            for device in DEVICES
+        ),
+    ],
+)
+def test_a_registration_that_cannot_be_served_is_refused(
+    message: Register, code: ErrorCode, texts: list[str]
+) -> None:
+    """A temporary engine before the pool has a size, and devices without a UUID; no lane starts."""
+    broker = unsized()
+    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
+    assert error.code is code
+    for text in texts:
+        assert text in error.text
+    assert list(broker.state.lanes) == ["host"]
+    assert broker.state.namespaces is None
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])

@@ -162,40 +162,28 @@ def test_nothing_comes_up_while_the_daemon_is_drained(bench: TierBench, disk: Fa
     assert disk.keys(Get) == []
 
 
-# ------------------------------------------------------------------------ shared
-
-
-def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
-    """Pending in the turn of the answer; what is absent is known as that for a while."""
-    bench, shared = bench_of(SHARED)
-    salt = shared.salts[bench.namespace.id]
-    shared.chunks[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
-    bench.seek(b"a", b"x")
-    assert shared.keys(Lookup) == [b"a", b"x"]
-    bench.seek(b"a", b"x")
-    assert shared.keys(Lookup) == [b"a", b"x"]
-    shared.answer()
-    assert bench.lookup(b"a", b"x") == [PENDING, MISS]
-    assert bench.below(b"x") == 0
-    shared.answer()
-    assert bench.lookup(b"a") == [HIT]
-    assert bench.below(b"a") == 1
-    assert dict(shared.tier.counts.asks)["absent"] == 1
-    bench.check()
-
-
-def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> None:
-    """Absent is what none of them has."""
+def test_shared_tiers_are_asked_one_after_the_other() -> None:
+    """What one has comes up at once; what none has is known as absent for a while."""
     bench = TierBench(SHARED, "mooncake:master=b:1")
     first, second = bench.fakes
-    second.chunks[bench.namespace.id, second.salts[bench.namespace.id], b"a"] = 0, 1, 0, b""
-    bench.seek(b"a", b"x")
+    for fake, key in ((first, b"a"), (second, b"b")):
+        fake.chunks[bench.namespace.id, fake.salts[bench.namespace.id], key] = 0, 1, 0, b""
+    for _ in range(2):
+        bench.seek(b"a", b"b", b"x")
+        assert first.keys(Lookup) == [b"a", b"b", b"x"]
     first.answer()
+    assert second.keys(Lookup) == [b"b", b"x"]
+    assert bench.lookup(b"a", b"b", b"x") == [PENDING, MISS, MISS]
     assert bench.below(b"x") is None
     second.answer()
+    assert bench.lookup(b"a", b"b", b"x") == [PENDING, PENDING, MISS]
     assert bench.below(b"x") == 0
-    second.answer()
-    assert bench.lookup(b"a") == [HIT]
+    for fake in bench.fakes:
+        fake.answer()
+    assert bench.lookup(b"a", b"b") == [HIT, HIT]
+    assert (bench.below(b"a"), bench.below(b"b")) == (3, 2)  # a goes down to the second, too
+    assert [fake.tier.counts.asks["absent"] for fake in bench.fakes] == [2, 1]
+    bench.check()
 
 
 # ------------------------------------------------------------------- namespaces
