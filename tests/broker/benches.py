@@ -159,7 +159,7 @@ class FakeTier:
         """A process begins, and serves."""
         pid = 100 + self.index
         self.bench.broker.tiering.process_started(self.index, pid, self.bench.now)
-        figures = dict.fromkeys(("total_bytes", "used_bytes", "chunks", "damaged_records"), 0)
+        figures: Any = dict.fromkeys(("total_bytes", "used_bytes", "chunks", "damaged_records"), 0)
         self.say(TierReady(pid=pid, described="", **figures))
 
     def say(self, message: Message) -> None:
@@ -198,7 +198,7 @@ class FakeTier:
     def pong(self) -> None:
         """It answers a ping, unless it hangs."""
         if not self.hangs:
-            figures = {"queued_bytes": 0, "total_bytes": 2**30, "used_bytes": 0, "chunks": 0}
+            figures: Any = {"queued_bytes": 0, "total_bytes": 2**30, "used_bytes": 0, "chunks": 0}
             self.say(TierPong(progress=self.progress, busy=0, **figures))
 
     def open_namespaces(self) -> None:
@@ -337,11 +337,11 @@ class TierBench(Bench):
         self.broker.state.check_integrity()
 
 
-def _parts(chunks: Iterable[Coverage]) -> dict[str, IntArray]:
+def _parts(chunks: Iterable[Coverage]) -> dict[str, Any]:
     """First blocks, counts and groups as messages have them."""
-    rows = list(chunks)
+    values = list(zip(*chunks, strict=True))[:3] or [()] * 3
     names = ("first", "count", "groups")
-    return {name: IntArray.of([row[i] for row in rows], "u2") for i, name in enumerate(names)}
+    return {name: IntArray.of(column, "u2") for name, column in zip(names, values, strict=True)}
 
 
 def result_of(

@@ -137,7 +137,7 @@ def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields:
     return replace(message, **fields)
 
 
-def columns(refs: Sequence[tuple[int, int]]) -> dict[str, IntArray]:
+def columns(refs: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return slots and generations as messages have them."""
     return {
         "slots": IntArray.of([slot for slot, _ in refs], "u4"),

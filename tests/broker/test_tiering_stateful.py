@@ -1,5 +1,8 @@
 """Tiering under any order of events: nothing wrong is found, and no slot is used too early."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -10,6 +13,9 @@ from hypothesis.stateful import (
 )
 
 from kvd.broker.tiers.breaker import BreakerState
+from kvd.broker.tiers.demotion import Demotion
+from kvd.broker.tiers.promotion import Promotion
+from kvd.broker.tiers.tiering import Tiering
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Get, NamespaceOpened
 from kvd_proto.directory import LookupResult, SlotState
@@ -20,20 +26,46 @@ from tests.exploring import explored
 KEYS = [b"key %d" % number for number in range(10)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
 WHICH = st.integers(0, 1)
+Place = tuple[type, str]
+PLACES: tuple[Place, ...] = (
+    *((Promotion, name) for name in ("get_ended", "_settle", "_sorted", "_get_all", "give_up")),
+    *((Demotion, name) for name in ("put_ended", "_put")),
+    *((Tiering, name) for name in ("_check_liveness", "_update_namespaces", "_apply_scan")),
+)
+FAULTY: set[Place] = set()
+
+
+def raising(place: Place) -> Callable[..., Any]:
+    """The method there, which raises when it has done its part while it is among `FAULTY`."""
+    method = getattr(*place)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = method(*arguments, **named)
+        if place in FAULTY:
+            FAULTY.remove(place)
+            raise KeyError("a fault")
+        return result
+
+    return call
 
 
 class TieringMachine(RuleBasedStateMachine):
     """One engine above two tiers, whose processes hang, fail, lose chunks, die and come back.
 
+    The broker's own decisions about tiers raise now and then.
+
     Attributes:
         stored: keys stored since the last reset; nothing else may be found.
         lost: what a tier has lost and the broker may still believe to be there.
+        num_faults: decisions that were made to raise, or will.
     """
 
     tiers: tuple[str, ...] = ("disk:/a,late=0.5", "memory:,keep=all,queue=16KiB,late=0.5")
 
     def __init__(self) -> None:
         super().__init__()
+        FAULTY.clear()
+        self.num_faults = 0
         self.bench = TierBench(*self.tiers, chunks=16)
         self.stored: set[bytes] = set()
         self.lost: set[tuple[int, bytes]] = set()
@@ -99,13 +131,19 @@ class TieringMachine(RuleBasedStateMachine):
             del fake.chunks[place]
             self.lost.add((which, place[2]))
 
+    @rule(place=st.sampled_from(PLACES))
+    def fault(self, place: Place) -> None:
+        """A decision of the broker raises when it is made next."""
+        self.num_faults += place not in FAULTY
+        FAULTY.add(place)
+
     @rule(which=WHICH)
     def die(self, which: int) -> None:
         """A tier's process is killed, and another one starts."""
         fake = self.bench.fakes[which]
         fake.end()
         self.agrees()
-        if not fake.tier.info.shared:
+        if not fake.tier.info.shared and not self.bench.killed:
             assert self.bench.namespace.directory.tiers.is_releasing(which)
         fake.start()
 
@@ -125,6 +163,14 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored.clear()
         for fake, message in messages:
             fake.say(message)
+
+    @rule(which=WHICH)
+    def reset_while_a_tier_opens(self, which: int) -> None:
+        """A process has begun anew, and says what it has only after a reset."""
+        self.bench.fakes[which].hangs = True
+        self.die(which)
+        self.pass_time(0.5)
+        self.reset(late=True)
 
     @invariant()
     def agrees(self) -> None:
@@ -147,6 +193,8 @@ class TieringMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once all media work, nothing is left over and all that tiers keep comes up."""
+        num_raised = self.num_faults - len(FAULTY)
+        FAULTY.clear()
         for fake in self.bench.fakes:
             fake.hangs, fake.failure = False, None
         self.work(60)
@@ -156,6 +204,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.bench.seek(*kept)
             self.work(5)
         assert self.bench.lookup(*kept) == [LookupResult.HIT] * len(kept)
+        assert sum(bool(event.trace) for event in self.bench.events) == num_raised
         stats = self.bench.table.slots.stats()
         assert (stats["writing"], stats["draining"]) == (0, 0)
         for fake in self.bench.fakes:
@@ -175,4 +224,6 @@ class SharedTieringMachine(TieringMachine):
 def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
     monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
+    for owner, name in PLACES:
+        monkeypatch.setattr(owner, name, raising((owner, name)))
     run_state_machine_as_test(machine, settings=explored(40, 30))
