@@ -199,7 +199,7 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         wanted: int,
         others: int,
     ) -> None:
-        """A scheduler steps; some of the slots that it names may be another's, or nobody's."""
+        """A scheduler steps; some of the slots that it names may be another's, or not on loan."""
         if not self.alive(session):
             return
         lent = [(slot, generation) for s, _, slot, generation in self.lent if s is session]

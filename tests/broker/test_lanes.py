@@ -1,4 +1,4 @@
-"""Lanes: who gets one, what becomes of one that cannot serve, silence, and what readiness says."""
+"""Lanes: demand, lanes that cannot serve, silence, and what readiness says."""
 
 from typing import Any
 
@@ -245,8 +245,8 @@ def test_a_broker_that_stood_still_counts_a_quarter_of_the_limit() -> None:
 
 def check_named(broker: Broker, name: str) -> CheckStatus:
     """One of the checks."""
-    (found,) = [check for check in readiness_checks(broker.state, 1.0) if check.name == name]
-    return found
+    (status,) = [check for check in readiness_checks(broker.state, 1.0) if check.name == name]
+    return status
 
 
 def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:

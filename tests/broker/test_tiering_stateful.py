@@ -164,13 +164,16 @@ class TieringMachine(RuleBasedStateMachine):
         for fake, message in messages:
             fake.say(message)
 
-    @rule(which=WHICH)
-    def reset_while_a_tier_opens(self, which: int) -> None:
+    @rule(which=WHICH, keys=SOME)
+    def reset_while_a_tier_opens(self, which: int, keys: list[bytes]) -> None:
         """A process has begun anew, and says what it has only after a reset."""
+        self.store(keys, load=True)
+        self.work(2)
         self.bench.fakes[which].hangs = True
         self.die(which)
-        self.pass_time(0.5)
+        self.no_tier_answers(4)
         self.reset(late=True)
+        self.no_tier_answers(1)
 
     @invariant()
     def agrees(self) -> None:
@@ -199,11 +202,11 @@ class TieringMachine(RuleBasedStateMachine):
             fake.hangs, fake.failure = False, None
         self.work(60)
         self.bench.evict()
-        kept = sorted(set().union(*map(self.chunks_of, self.bench.fakes)) & set(KEYS))
+        lasting = sorted(set().union(*map(self.chunks_of, self.bench.fakes)) & set(KEYS))
         for _ in range(2):  # the first may find what a tier has lost
-            self.bench.seek(*kept)
+            self.bench.seek(*lasting)
             self.work(5)
-        assert self.bench.lookup(*kept) == [LookupResult.HIT] * len(kept)
+        assert self.bench.lookup(*lasting) == [LookupResult.HIT] * len(lasting)
         assert sum(bool(event.trace) for event in self.bench.events) == num_raised
         stats = self.bench.table.slots.stats()
         assert (stats["writing"], stats["draining"]) == (0, 0)

@@ -310,7 +310,7 @@ def test_engines_are_told_of_the_tiers_and_temporary_ones_have_none() -> None:
     assert of_engine == [[disk, mooncake, ("disk-2", "disk", False)], []]
 
 
-def test_a_table_that_is_full_has_a_tier_drop_what_nobody_would_find(
+def test_a_tier_drops_what_finds_no_place_in_the_full_table(
     bench: TierBench, disk: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier's room is for what can be found."""

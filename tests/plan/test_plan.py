@@ -257,8 +257,8 @@ def test_fragments_follow_from_the_order_of_the_dimensions(
         heads = read.rank_elements(ranks) // read.head_elements
         for group in plan.groups:
             if group.state_bytes is None and layout in group.fragments:
-                told = group.fragments[layout]
-                assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
+                fragments = group.fragments[layout]
+                assert runs(plan, group, heads, layout) == [fragments.nbytes] * fragments.per_block
 
 
 def test_the_table_of_models_is_generated() -> None:

@@ -126,7 +126,7 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     assert store(alone, 0, 100) == 100  # what is free may be had
 
 
-def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
+def test_a_model_below_its_floor_gets_there_at_the_cost_of_others() -> None:
     """A floor above the even share is reached, though others were there first."""
     namespaces = make_namespaces(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
     early = [add(namespaces, number, 12288) for number in (1, 2)]
@@ -186,11 +186,11 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
     for turn in range(4):
         for model in models:
             namespaces.attach_engine(model)
-            wanted = model.geometry.num_slots
-            for first in range(0, wanted, 16):
+            num_slots = model.geometry.num_slots
+            for first in range(0, num_slots, 16):
                 store(model, 10_000 * turn + first, 16)
-            assert model.table.slots.stats()["ready"] == wanted
-            assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
+            assert model.table.slots.stats()["ready"] == num_slots
+            assert sum(other.table.slots.stats()["ready"] for other in models) == num_slots
             namespaces.check_integrity()
             namespaces.detach_engine(model)
 

@@ -76,12 +76,12 @@ def best_hits(trace: Trace, capacity: int) -> int:
         prompt = request.chunks.tolist()
         after: dict[frozenset[int], int] = {}
         for held, hits in best.items():
-            found = next((i for i, c in enumerate(prompt) if c not in held), len(prompt))
+            num_hits = next((i for i, c in enumerate(prompt) if c not in held), len(prompt))
             candidates = sorted(held | set(prompt))
             for size in range(min(capacity, len(candidates)) + 1):
-                for kept in combinations(candidates, size):
-                    key = frozenset(kept)
-                    after[key] = max(after.get(key, 0), hits + found)
+                for retained in combinations(candidates, size):
+                    key = frozenset(retained)
+                    after[key] = max(after.get(key, 0), hits + num_hits)
         best = after
     return max(best.values())
 
@@ -105,8 +105,8 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
     """And with room for every chunk each policy finds as much."""
     trace = random_trace(1)
     for num_slots in (10, 40, 160):
-        found = replay_policy(trace, POLICIES[policy], num_slots).sum()
-        assert 0 < found <= replay_belady(trace, num_slots).sum()
+        num_hits = replay_policy(trace, POLICIES[policy], num_slots).sum()
+        assert 0 < num_hits <= replay_belady(trace, num_slots).sum()
     room = trace.num_chunks
     assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
 

@@ -42,11 +42,11 @@ LONG_NAMES = {
 
 def part(kind: type, **given: Any) -> Any:
     """A part of the report with these fields; the others are zero, empty or absent."""
-    for each in fields(kind):
-        if each.name not in given and each.default is each.default_factory is MISSING:
-            of: Any = get_origin(each.type) or each.type
+    for field in fields(kind):
+        if field.name not in given and field.default is field.default_factory is MISSING:
+            of: Any = get_origin(field.type) or field.type
             is_part = hasattr(of, "__dataclass_fields__")
-            given[each.name] = part(of) if is_part else None if of is UnionType else of()
+            given[field.name] = part(of) if is_part else None if of is UnionType else of()
     return kind(**given)
 
 
@@ -170,7 +170,7 @@ def changed(report: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]
 
 
 def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state: int) -> Any:
-    ready, writing, draining = (each * GIB for each in bytes_by_state)
+    ready, writing, draining = (gib * GIB for gib in bytes_by_state)
     return part(
         schema.NamespaceStatus,
         id=identity,
@@ -298,7 +298,7 @@ def _chunks(done: int) -> dict[str, Any]:
     return counts | {"missed_age": histogram(AGES, 0, 0, 10 * done)}
 
 
-def missed(done: int, each: int = 1) -> dict[str, int]:
-    """`counters.missed`, or the same of chunks with `each` tokens."""
-    found = {"never_seen": 30, "evicted": 10, "being_stored": 6, "refused": 4}
-    return {reason.value: each * done * found.get(reason, 0) for reason in MissReason}
+def missed(done: int, tokens: int = 1) -> dict[str, int]:
+    """`counters.missed`, or the same of chunks with so many `tokens`."""
+    per_second = {"never_seen": 30, "evicted": 10, "being_stored": 6, "refused": 4}
+    return {reason.value: tokens * done * per_second.get(reason, 0) for reason in MissReason}

@@ -297,7 +297,9 @@ def test_what_is_wrong_comes_first_with_its_remedy() -> None:
     """A lane that is down is named before the figures; without engines no figure is made up."""
     history = minute_of(loaded_report)
     report = changed(loaded_report(61.0), "lanes", 0, "state", to="down")
-    history.add(report | {"conditions": [asdict(found) for found in conditions(Span(report))]})
+    history.add(
+        report | {"conditions": [asdict(condition) for condition in conditions(Span(report))]}
+    )
     text = drawn(picture(history))
     assert "All is well" not in text
     assert text.index("Lane host is down") < text.index("kvd doctor") < text.index("Pool")
