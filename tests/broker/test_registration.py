@@ -222,6 +222,23 @@ def test_a_registration_that_cannot_be_served_is_refused(
     assert broker.state.namespaces is None
 
 
+@pytest.mark.parametrize(("device", "served"), [("host", False), (CUDA, True)])
+def test_only_a_worker_whose_handles_name_no_descriptor_may_send_none(
+    device: str, served: bool
+) -> None:
+    """It has no control page; memory that a descriptor names is refused without."""
+    broker = make_broker(devices=[device])
+    lane_up(broker, device)
+    session = join(broker)
+    effects = broker.request(session, 2, brokers.register(device), 0.0, 0)
+    if served:
+        assert imports(effects) == [session.number]
+    else:
+        error = refusal(effects)
+        assert error.code is ErrorCode.BAD_LAYOUT
+        assert "0 descriptors came with the registration, its handles name 2" in error.text
+
+
 @pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])
 @pytest.mark.parametrize("field", ["model", "revision", "label"])
 def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
