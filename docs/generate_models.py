@@ -1,4 +1,4 @@
-"""Write the table of docs/layouts.md from docs/models.json: what a block of each model is in memory.
+"""Write the table of docs/layouts.md from docs/models.json: a block of each model in memory.
 
 Run `make docs` after a change there. A test compares the file with what this module would write.
 """

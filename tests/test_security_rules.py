@@ -47,7 +47,7 @@ names carry no escapes: test_a_name_that_cannot_be_shown_is_refused
 keys are written nowhere: test_keys_and_tokens_are_nowhere_to_be_read
     test_damaged_objects_are_told_of_without_their_keys test_a_fault_of_a_backend_shows_no_key
 an engine's name belongs to its user: test_an_engine_of_another_user_cannot_be_joined
-    test_an_engines_name_belongs_to_one_user
+
 share_between_users = "no" separates users: test_users_that_do_not_share_miss_each_others_chunks
 a worker sends no jobs as another: test_malformed_and_foreign_requests_get_their_error
     test_a_released_worker_is_unmapped_and_unknown
@@ -79,7 +79,7 @@ bytes become neither code nor objects: test_no_pickle_no_eval_no_shell
 a medium's wrong bytes are detected: test_every_wrong_record_is_found_out
     test_every_single_bit_of_a_record_counts
 a hanging medium blocks nothing:
-    test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended
+    test_a_tier_that_hangs_costs_misses_and_is_used_again_by_itself
     test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead
 keys do not leave for a shared store: test_keys_do_not_leave
 dependencies are listed: test_the_table_names_what_a_daemon_and_an_engine_install
@@ -89,7 +89,7 @@ sessions: test_more_sessions_than_allowed_are_refused_with_the_setting
 stuck closes: test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer
 namespaces: test_one_model_too_many_is_refused_with_the_setting
 leases: test_one_lease_too_many_pins_nothing_and_is_counted
-slots on loan: test_an_engine_has_a_part_of_its_share_on_loan test_what_was_refused_is_lent
+slots on loan: test_an_engine_has_a_part_of_its_share_on_loan
     test_tables test_loans_that_were_not_used_end_where_another_engine_gets_too_few
 lease_seconds, ticket_seconds: test_a_load_that_never_ends_pins_no_longer_than_a_lease
     test_a_ticket_that_is_never_used_runs_out

@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, OpenPool, Reply
+from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
 from kvd.broker.tiers.tier import tiers_of
 from kvd.cache.namespaces import Namespaces
@@ -17,7 +16,6 @@ from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import LoadedSettings
 from kvd.config.values import parse_tiers
-from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     ImportWorker,
@@ -59,8 +57,8 @@ def make_broker(
     """Return a broker whose pool, unless its size is ``auto``, is open and allocated."""
     chosen = Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes, **settings)
     tiers = tiers_of(
-        (each, "remote" if each.kind == "mooncake" else each.kind, each.kind == "mooncake")
-        for each in parse_tiers(chosen.tier)
+        (tier, "remote" if tier.kind == "mooncake" else tier.kind, tier.kind == "mooncake")
+        for tier in parse_tiers(chosen.tier)
     )
     broker = Broker(
         LoadedSettings(chosen),
@@ -87,20 +85,6 @@ def open_pool(broker: Broker, cpu_bytes: int, explanation: str = "") -> list[Eff
     return broker.registration.pool_opened(namespaces, explanation)
 
 
-def size_pool(
-    broker: Broker, effects: list[Effect], available: int = 2**30, kept: int | None = None
-) -> list[Effect]:
-    """Return the effects, where they ask for a pool with what follows on a machine like this."""
-    for effect in [effect for effect in effects if isinstance(effect, OpenPool)]:
-        try:
-            size, explanation = auto_size(broker.state.settings, effect.layouts, available, kept)
-        except Refusal as refusal:
-            effects = effects + broker.registration.pool_refused(refusal)
-        else:
-            effects = effects + open_pool(broker, size, explanation)
-    return effects
-
-
 def lane_ready(usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
     """Return what a lane says that serves."""
     ready = LaneReady(incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=usable_bytes)
@@ -108,7 +92,7 @@ def lane_ready(usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
 
 
 def lane_up(broker: Broker, device: str = "host", **fields: Any) -> list[Effect]:
-    """Have a lane say that it serves; what the broker does then."""
+    """Have a lane say that it serves; return what the broker does then."""
     return broker.supervision.received(device, lane_ready(**fields), 0.0)
 
 
@@ -153,10 +137,37 @@ def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields:
     return replace(message, **fields)
 
 
+def columns(refs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return slots and generations as messages have them."""
+    return {
+        "slots": IntArray.of([slot for slot, _ in refs], "u4"),
+        "generations": IntArray.of([generation for _, generation in refs], "u8"),
+    }
+
+
+def share_done(
+    worker: Session, namespace: bytes, refs: Sequence[tuple[int, int]], *, ok: bool = True
+) -> ShareDone:
+    """Return the report of a worker's lane on its share of whole chunks."""
+    registration = worker.registration
+    assert registration is not None
+    many = len(refs)
+    return ShareDone(
+        session=worker.number,
+        rank=registration.rank,
+        namespace=namespace,
+        first=IntArray.of([0] * many, "u2"),
+        count=IntArray.of([registration.layout.blocks_per_chunk] * many, "u2"),
+        groups=IntArray.of([0] * many, "u2"),
+        ok=ok,
+        **columns(refs),
+    )
+
+
 def mapped(
     broker: Broker, session: Session, device: str = "host", attempt: int = 0
 ) -> list[Effect]:
-    """Have a lane say that it has mapped the session's memory; what the broker does then."""
+    """Have a lane say that it has mapped the session's memory; return what the broker does."""
     message = Imported(session=session.number, error="", attempt=attempt)
     return broker.supervision.received(device, message, 0.0)
 
@@ -174,19 +185,19 @@ def refusal(effects: list[Effect]) -> Error:
 
 
 class DrivenBroker:
-    """Counts requests and replies of sessions that are there; `carried_out` sees every effect."""
+    """Counts requests and replies of open sessions; `carried_out` sees every effect."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.now = 100.0
         self.asked: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], list[Message]] = {}
-        self.came = 0
+        self.num_sessions = 0
 
     def connected(self) -> Session:
-        """A new session, before its HELLO."""
-        self.came += 1
-        return self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        """A new session, before its HELLO; tokens are the same in each run."""
+        self.num_sessions += 1
+        return self.broker.connected(self.num_sessions.to_bytes(16), Peer(1, 0, 0))
 
     def request(self, session: Session, number: int, message: Message, fds: int = 0) -> None:
         """A session asks."""
@@ -194,7 +205,7 @@ class DrivenBroker:
         self.carry_out(self.broker.request(session, number, message, self.now, fds))
 
     def lose(self, session: Session) -> None:
-        """A process is gone, and nobody waits for its replies."""
+        """A process ends; its replies are forgotten."""
         self.carry_out(self.broker.lost(session))
         for key in [key for key in self.asked if key[0] == session.number]:
             del self.asked[key]
@@ -216,32 +227,6 @@ class DrivenBroker:
                 self.from_lane(answer, device)
             case LanePing():
                 self.from_lane(LanePong(), device)
-
-    def share(
-        self,
-        worker: Session,
-        namespace: bytes,
-        slots: Sequence[int],
-        generations: Sequence[int],
-        *,
-        ok: bool,
-    ) -> None:
-        """The lane of a worker reports its share of whole chunks."""
-        registration = worker.registration
-        assert registration is not None
-        many = len(slots)
-        report = ShareDone(
-            session=worker.number,
-            rank=registration.rank,
-            namespace=namespace,
-            slots=IntArray.of(slots, "u4"),
-            generations=IntArray.of(generations, "u8"),
-            first=IntArray.of([0] * many, "u2"),
-            count=IntArray.of([registration.layout.blocks_per_chunk] * many, "u2"),
-            groups=IntArray.of([0] * many, "u2"),
-            ok=ok,
-        )
-        self.from_lane(report, registration.device)
 
     def pass_time(self, seconds: float, heard: Iterable[str]) -> None:
         """Deadlines come; these lanes have been heard meanwhile."""
@@ -293,9 +278,10 @@ class DrivenBroker:
         assert not state.registry.sessions, repr(state.registry)
         for namespace in state.namespaces or ():
             slots = namespace.table.slots
-            held = slots.stats()
+            counts = slots.stats()
             assert not namespace.engines, repr(namespace)
             assert not namespace.temporary, repr(namespace)
             assert not slots.leases, repr(namespace)
-            assert not any(held[state] for state in ("lent", "writing", "draining", "pinned")), held
+            left = [state for state in ("lent", "writing", "draining", "pinned") if counts[state]]
+            assert not left, counts
         state.check_integrity()

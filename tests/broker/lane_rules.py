@@ -140,8 +140,8 @@ class LaneRules(DrivenBroker):
         users = [
             session
             for session in sessions
-            for each in (session.registration, session.pending, session.releasing)
-            if each is not None and each.device == CUDA
+            for use in (session.registration, session.pending, session.releasing)
+            if use is not None and use.device == CUDA
         ]
         if CUDA in self.up:
             for session in users:

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
 from kvd.broker.effects import Effect, Notify
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
-from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     Attached,
     Clear,
@@ -41,7 +40,7 @@ from kvd_proto.messages import (
     Stepped,
     Unregister,
 )
-from tests.broker.brokers import CUDA, PAGE, hello, make_broker
+from tests.broker.brokers import CUDA, PAGE, columns, hello, make_broker, share_done
 from tests.broker.lane_rules import DEVICE, IDLE_SECONDS, LaneRules
 from tests.exploring import explored
 from tests.layouts import flat_layout
@@ -70,7 +69,7 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         LaneRules.__init__(self, broker)
         self.totals: dict[str, float] = {}
         self.lent: list[tuple[Session, bytes, int, int]] = []
-        self.found: list[tuple[int, int]] = []
+        self.loadable: list[tuple[int, int]] = []
         self.request_id = 0
         self.finding: set[int] = set()  # sessions that were told that chunks can be found
         self.start_lane("host")
@@ -108,7 +107,7 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
     )
     def arrive(self, engine: str, kind: Kind) -> Session:
-        """Somebody connects."""
+        """A process connects."""
         return self.connect(engine, kind)
 
     def connect(self, engine: str, kind: Kind) -> Session:
@@ -200,7 +199,7 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         wanted: int,
         others: int,
     ) -> None:
-        """A scheduler steps; some of the slots that it names may be another's, or nobody's."""
+        """A scheduler steps; some of the slots that it names may be another's, or not on loan."""
         if not self.alive(session):
             return
         lent = [(slot, generation) for s, _, slot, generation in self.lent if s is session]
@@ -211,11 +210,10 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
             Step(
                 dropped=tuple(dropped),
                 keys=tuple(keys[: len(refs)]),
-                slots=IntArray.of([slot for slot, _ in refs], "u4"),
-                generations=IntArray.of([generation for _, generation in refs], "u8"),
                 used=tuple(used),
                 wanted=wanted,
                 refused=len(keys) - len(refs),
+                **columns(refs),
             ),
         )
         if isinstance(reply, Error):
@@ -226,16 +224,13 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         assert session.engine.namespace is not None
         assert not (self.broker.state.draining and len(reply.slots))
         devices = {w.registration.device for w in session.engine.workers.values() if w.registration}
-        assert (
-            self.executed[CUDA] == self.bindings[CUDA]
-            or not len(reply.slots)
-            or devices == {"host"}
-        )
-        table, ns_id = session.engine.namespace.table, session.engine.namespace.id
+        is_bound = self.executed[CUDA] == self.bindings[CUDA]
+        assert is_bound or not len(reply.slots) or devices == {"host"}
+        namespace = session.engine.namespace
         slots, generations = reply.slots.tolist(), reply.generations.tolist()
         for slot, generation in zip(slots, generations, strict=True):
-            assert table.directory.is_lent(slot, generation)
-            self.lent.append((session, ns_id, slot, generation))
+            assert namespace.directory.is_lent(slot, generation)
+            self.lent.append((session, namespace.id, slot, generation))
 
     @rule(
         engine=ENGINES,
@@ -256,10 +251,10 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         self.step(session=session, keys=keys, dropped=[], used=[], wanted=0, others=0)
         for rank in ranks:
             for position in positions:
-                self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
+                self.report_share(rank=rank, ok=True, pick=2 * position, single=True)
 
     @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
-    def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
+    def report_share(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
         """The lane reports one rank's share, maybe late, maybe twice."""
         if not self.lent:
             return
@@ -268,11 +263,13 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         worker = engine.workers.get(rank) if engine is not None else None
         if worker is None or worker.registration is None:
             return
-        if worker.registration.device not in self.up:
-            return
-        several = [w for w in self.lent if w[0] is session][-8:] if pick % 2 and not single else []
-        refs = [(slot, generation), *((s, g) for _, _, s, g in several)]
-        self.share(worker, namespace, [s for s, _ in refs], [g for _, g in refs], ok=ok)
+        refs = [(slot, generation)]
+        if pick % 2 and not single:
+            refs += [(slot, generation) for s, _, slot, generation in self.lent if s is session][
+                -8:
+            ]
+        if worker.registration.device in self.up:
+            self.from_lane(share_done(worker, namespace, refs, ok=ok), worker.registration.device)
 
     @rule(
         session=sessions,
@@ -288,30 +285,16 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         if not self.alive(session) or session.engine is None or session.engine.namespace is None:
             return
         entry = session.engine.namespace.table.directory.entry
-        refs = [found[:2] for key in keys if (found := entry(key)) is not None]
+        refs = [chunk[:2] for key in keys if (chunk := entry(key)) is not None]
         if late:
-            refs, self.found = self.found, refs
-        pin = Pin(
-            lease=number,
-            lease_ms=3000,
-            slots=IntArray.of([slot for slot, _ in refs], "u4"),
-            generations=IntArray.of([generation for _, generation in refs], "u8"),
-        )
-        reply = self.ask(session, Step(pins=(pin,), unpinned=tuple(given_back)))
+            refs, self.loadable = self.loadable, refs
+        pins = (Pin(lease=number, lease_ms=3000, **columns(refs)),)
+        reply = self.ask(session, Step(pins=pins, unpinned=tuple(given_back)))
         assert not isinstance(reply, Stepped) or session.number in self.finding
 
     @rule(
         session=sessions,
-        message=st.sampled_from(
-            [
-                Ping(),
-                PING,
-                Status(),
-                Drain(),
-                Resume(),
-                Resume(),
-            ]
-        ),
+        message=st.sampled_from([Ping(), PING, Status(), Drain(), Resume(), Resume()]),
     )
     def other_requests(self, session: Session, message: Message) -> None:
         """The requests that are answered at once."""

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.broker import event_counts, lookup_counts
+from kvd.broker.broker import lookup_counts
 from kvd.broker.forecast import MIN_REQUESTS, Forecast
 from kvd.cache.miss_curve import MissCurve
-from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.counts import LookupCounts
 from kvd.metrics.declare import Progress, RecentMax
 from kvd_proto.messages import KvEvents, Lookups, Ping, Status, StatusReport
 from tests.broker.brokers import join, make_broker, replies
@@ -52,37 +52,30 @@ def test_seconds_left_follow_the_rate_of_the_last_seconds(
     progress = Progress()
     for now, done in samples:
         progress.record(float(now), done)
-    found = progress.seconds_left(total)
-    assert found == (left if left is None else pytest.approx(left, rel=0.1))
+    assert progress.seconds_left(total) == (left if left is None else pytest.approx(left, rel=0.1))
 
 
-def said(*totals: int, tokens: bool = True) -> Lookups:
-    """What a session says, in the order of `LookupCounts`; the rest is 0."""
-    names = [each.name for each in fields(LookupCounts)]
-    given = dict.fromkeys(names, 0) | dict(zip(names, totals, strict=False))
-    chunks, asked, hit = given.pop("lookup_chunks"), given.pop("lookup_tokens"), "hit_tokens"
-    found = given.pop(hit)
-    return Lookups(
-        chunks=chunks,
-        tokens=asked if tokens else None,
-        hit_tokens=found if tokens else None,
-        **given,
-    )
+def reported(*totals: int) -> Lookups:
+    """What a session reports, in the order of `LookupCounts`; the rest is 0."""
+    names = [field.name for field in fields(LookupCounts)]
+    counts = dict.fromkeys(names, 0) | dict(zip(names, totals, strict=False))
+    chunks, tokens = counts.pop("lookup_chunks"), counts.pop("lookup_tokens")
+    return Lookups(chunks=chunks, tokens=tokens, **counts)
 
 
 NUM_TOTALS = len(fields(LookupCounts))
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1000)] * NUM_TOTALS), max_size=20), st.data())
-def test_lookups_count_once_however_often_they_are_said(
+def test_lookups_count_once_however_often_they_are_reported(
     steps: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
     """Totals said twice, late or out of order add up to the greatest that was said."""
     grown = [0] * NUM_TOTALS
     reports = []
     for step in steps:
-        grown = [have + more for have, more in zip(grown, step, strict=True)]
-        reports.append(said(*grown))
+        grown = [total + new for total, new in zip(grown, step, strict=True)]
+        reports.append(reported(*grown))
     known, total = LookupCounts(), LookupCounts()
     for report in data.draw(st.permutations(reports * 2)):
         total.add(known.catch_up(lookup_counts(report)))
@@ -93,28 +86,8 @@ def test_totals_stay_within_a_message() -> None:
     """However much sessions claim, the report can still be sent."""
     total = LookupCounts()
     for _ in range(3):
-        total.add(LookupCounts().catch_up(lookup_counts(said(MOST, MOST, MOST, MOST))))
+        total.add(LookupCounts().catch_up(lookup_counts(reported(MOST, MOST, MOST, MOST))))
     assert total == LookupCounts(MOST, MOST, MOST, MOST)
-
-
-def told(published: int, snapshots: int = 1, overruns: int = 0, lag_us: int = 0) -> KvEvents:
-    """The figures that a Ping carries."""
-    return KvEvents(published=published, snapshots=snapshots, overruns=overruns, lag_us=lag_us)
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), max_size=20), st.data())
-def test_events_count_once_however_often_they_are_told(
-    steps: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
-    """Totals told twice, late or out of order add up to the greatest that was told."""
-    grown, reports = (0, 0, 0), []
-    for step in steps:
-        grown = (grown[0] + step[0], grown[1] + step[1], grown[2] + step[2])
-        reports.append(told(*grown))
-    known, published = EventCounts(), EventCounts()
-    for report in data.draw(st.permutations(reports * 2)):
-        published.add(known.catch_up(event_counts(report)))
-    assert published == EventCounts(*grown)
 
 
 POOL = 64
@@ -152,6 +125,17 @@ def test_now_is_what_was_measured() -> None:
     assert forecast.hit_ratio(math.inf) == forecast.ceiling == pytest.approx(0.8)
 
 
+def test_too_little_is_no_forecast() -> None:
+    """Few requests; and hits that the curve does not know, as of chunks from before a restart."""
+    curve = KnownCurve(at_64=0)
+    assert Forecast(curve, POOL).is_known
+    curve.note_lookups(16_000, 8_000, 0.0)
+    assert not Forecast(curve, POOL).is_known
+    young = KnownCurve(at_64=50)
+    young.requests = MIN_REQUESTS - 1
+    assert not Forecast(young, POOL).is_known
+
+
 @given(
     st.lists(st.floats(0, 100), min_size=4, max_size=4),
     st.floats(0, 1),
@@ -171,26 +155,19 @@ def test_more_memory_never_finds_less(percent: list[float], hit_ratio: float, to
     assert all(larger <= smaller for smaller, larger in pairwise(seconds))
 
 
-def test_too_little_is_no_forecast() -> None:
-    """Few requests; and hits that the curve does not know, as of chunks from before a restart."""
-    curve = KnownCurve(at_64=50)
-    curve.requests = MIN_REQUESTS - 1
-    assert not Forecast(curve, POOL).is_known
-    restarted = KnownCurve(at_64=0)
-    restarted.note_lookups(16_000, 8_000, 0.0)
-    assert not Forecast(restarted, POOL).is_known
-    assert Forecast(KnownCurve(at_64=0), POOL).is_known
+def published(total: int, snapshots: int = 1, overruns: int = 0, lag_us: int = 0) -> KvEvents:
+    """The figures that a Ping carries."""
+    return KvEvents(published=total, snapshots=snapshots, overruns=overruns, lag_us=lag_us)
 
 
 def test_the_report_says_which_engine_published_how_much() -> None:
     """By what their schedulers report; the sums include engines that have left."""
     broker = make_broker()
     schedulers = [join(broker, "scheduler", name) for name in ("a", "b")]
-    worker = join(broker, "worker", "a")
-    for session, report in zip(
-        [*schedulers, worker], [told(70, lag_us=1500), told(30, 2, 1), told(900)], strict=True
-    ):
-        broker.request(session, 5, Ping(kv_events=report), 1.0)
+    sessions = [*schedulers, join(broker, "worker", "a")]
+    figures = [published(70, lag_us=1500), published(30, 2, 1), published(900)]
+    for session, totals in zip(sessions, figures, strict=True):
+        broker.request(session, 5, Ping(kv_events=totals), 1.0)
     broker.lost(schedulers[1])
     (reply,) = replies(broker.request(schedulers[0], 6, Status(), 3.0))
     assert isinstance(reply.message, StatusReport)

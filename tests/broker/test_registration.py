@@ -5,24 +5,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.admission import check_layout
+from kvd.broker.admission import auto_size, check_layout
 from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, OpenPool, ToLane
 from kvd.broker.registration import MAX_CHECKED_AT_ONCE
-from kvd.broker.sessions import Registry
-from kvd.cache.namespaces import Namespaces
-from kvd.client_names import Peer
 from kvd.errors import Refusal
 from kvd.wire.link import ImportWorker
 from kvd_proto.layout import TensorSpec
-from kvd_proto.messages import (
-    Error,
-    ErrorCode,
-    Fingerprint,
-    Register,
-    Registered,
-)
+from kvd_proto.messages import Error, ErrorCode, Fingerprint, Register
 from tests.broker import brokers
 from tests.broker.brokers import (
     CUDA,
@@ -30,11 +21,9 @@ from tests.broker.brokers import (
     join,
     lane_up,
     make_broker,
-    mapped,
     open_pool,
     refusal,
     replies,
-    size_pool,
 )
 from tests.layouts import flat_layout
 
@@ -59,9 +48,14 @@ def opened(effects: list[Effect]) -> list[OpenPool]:
     return [effect for effect in effects if isinstance(effect, OpenPool)]
 
 
-def events(effects: list[Effect]) -> list[str]:
-    """The lines of the log among the effects."""
-    return [effect.text for effect in effects if isinstance(effect, LogEvent)]
+def size_pool(broker: Broker, effects: list[Effect], available: int = 2**30) -> list[Effect]:
+    """What follows where effects open a pool on a machine with so much memory."""
+    (effect,) = opened(effects)
+    try:
+        size, explanation = auto_size(broker.state.settings, effect.layouts, available, None)
+    except Refusal as refusal:
+        return broker.registration.pool_refused(refusal)
+    return open_pool(broker, size, explanation)
 
 
 def imports(effects: list[Effect]) -> list[int]:
@@ -79,11 +73,11 @@ def test_auto_opens_a_pool_for_all_ranks_of_an_engine(order: tuple[int, int]) ->
         broker.request(sessions[i], 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
         for i, rank in enumerate(order)
     )
-    assert [len(opened(each)) for each in (early, last)] == [0, 1]
+    assert [len(opened(effects)) for effects in (early, last)] == [0, 1]
     assert not imports(early)
     after = size_pool(broker, last)
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 4
-    assert "GPU KV" in events(after)[0]
+    assert any(isinstance(effect, LogEvent) and "GPU KV" in effect.text for effect in after)
     assert not replies([*early, *after])
     assert imports(after) == [session.number for session in sessions]
 
@@ -99,9 +93,8 @@ def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
     assert late.message.code is ErrorCode.NOT_READY
     assert "missing: [1]" in late.message.text
     assert broker.state.namespaces is None
-    size_pool(
-        broker, broker.request(join(broker, "worker", "whole"), 2, register(world_size=1), 31.0, 2)
-    )
+    whole = join(broker, "worker", "whole")
+    size_pool(broker, broker.request(whole, 2, register(world_size=1), 31.0, 2))
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE
     broker.state.check_integrity()
 
@@ -110,12 +103,11 @@ def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     """While they wait, too, the odd one is refused with both figures, and a rank that is taken."""
     broker = unsized()
     broker.request(join(broker), 2, register(), 0.0, 2)
-    for wrong, text in (
+    for message, text in (
         (register(rank=1, world_size=3), "world_size = 3"),
         (register(), "rank 0 of engine 'e' is held by pid 1"),
     ):
-        error = refusal(broker.request(join(broker), 2, wrong, 0.0, 2))
-        assert text in error.text
+        assert text in refusal(broker.request(join(broker), 2, message, 0.0, 2)).text
     assert broker.state.namespaces is None
     assert opened(broker.request(join(broker), 2, register(rank=1), 0.0, 2))
 
@@ -127,31 +119,22 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     for request_id in (2, 3):
         assert not replies(broker.request(sessions[0], request_id, register(), 0.0, 2))
         asked = broker.request(sessions[1], request_id, register(rank=1), 0.0, 2)
-        refused = replies(size_pool(broker, asked, available=PAGE))
-        assert [reply.session for reply in refused] == [s.number for s in sessions]
-        for reply in refused:
-            assert isinstance(reply.message, Error)
-            assert reply.message.code is ErrorCode.BAD_LAYOUT
-            assert "available 4 KiB" in reply.message.text
+        first, second = replies(size_pool(broker, asked, available=PAGE))
+        assert [first.session, second.session] == [session.number for session in sessions]
+        assert isinstance(first.message, Error)
+        assert first.message == second.message
+        assert first.message.code is ErrorCode.BAD_LAYOUT
+        assert "available 4 KiB" in first.message.text
     assert not any(session.pending for session in sessions)
     assert not replies(broker.tick(1000.0))
 
 
-def large(rank: int = 0, world_size: int = 1) -> Register:
-    """A rank with so many tensors that its layout is looked at in a turn of its own."""
-    message = register(rank, world_size)
-    tensors = tuple(
-        TensorSpec(
-            storage=0,
-            offset=number * PAGE,
-            page_bytes=PAGE,
-            block_stride=PAGE * MAX_CHECKED_AT_ONCE,
-        )
-        for number in range(MAX_CHECKED_AT_ONCE)
-    )
-    layout = replace(
-        message.layout, storages=(BLOCKS * PAGE * MAX_CHECKED_AT_ONCE,), tensors=tensors
-    )
+def large(rank: int = 0, world_size: int = 1, **changes: Any) -> Register:
+    """A rank with so many tensors that its layout is checked in a turn of its own."""
+    many, message = MAX_CHECKED_AT_ONCE, register(rank, world_size)
+    tensors = tuple(TensorSpec(0, number * PAGE, PAGE, many * PAGE) for number in range(many))
+    storages = (BLOCKS * PAGE * many,)
+    layout = replace(message.layout, storages=storages, tensors=tensors, **changes)
     return replace(message, layout=layout)
 
 
@@ -179,12 +162,9 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
 def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> None:
     """With the reason, once; one whose session has gone meanwhile is forgotten."""
     broker = unsized()
-    wrong = large()
-    layout = replace(wrong.layout, hash_block_size=7)
-    wrong = replace(wrong, layout=layout)
     gone, session = join(broker, "worker", "gone"), join(broker)
-    for each in (gone, session):
-        assert not replies(broker.request(each, 2, wrong, 0.0, 2))
+    for worker in (gone, session):
+        assert not replies(broker.request(worker, 2, large(hash_block_size=7), 0.0, 2))
     broker.lost(gone)
     error = refusal(broker.background.work())
     assert "no multiple of the hash block size 7" in error.text
@@ -194,15 +174,6 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     broker.request(session, 3, large(), 0.0, 2)
     assert broker.state.namespaces is None
     assert opened(broker.background.work())
-
-
-def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
-    """With auto it is refused until another engine has; nothing is opened."""
-    broker = unsized()
-    message = replace(register(), temporary=True)
-    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
-    assert error.code is ErrorCode.BAD_STATE
-    assert broker.state.namespaces is None
 
 
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
@@ -218,78 +189,50 @@ def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
         register(layers=2),
         register(world_size=1),
     ]
-    ids = {namespace_id([each], uid) for each in others for uid in (None, 5, 6)}
+    ids = {namespace_id([message], uid) for message in others for uid in (None, 5, 6)}
     assert len(ids) == 3 * len(others)
     assert namespace_id([lasting], 5) in ids
     more_blocks = replace(lasting, layout=flat_layout(PAGE, blocks=2 * BLOCKS))
     assert namespace_id([more_blocks]) in ids
 
 
-def test_an_engines_name_belongs_to_one_user() -> None:
-    """Nobody joins the engine of another user, whose slots and leases it could then name."""
-    registry = Registry(max_sessions_per_user=10, max_sessions=10)
-    mine, also_mine, other = (
-        registry.connect(bytes([i]) * 16, Peer(i, uid, 0)) for i, uid in ((1, 5), (2, 5), (3, 6))
-    )
-    engine = registry.join(mine, "llama")
-    assert registry.join(also_mine, "llama") is engine
-    with pytest.raises(Refusal, match="belongs to uid 5, this process to uid 6") as refused:
-        registry.join(other, "llama")
-    assert refused.value.code is ErrorCode.FORBIDDEN
-    assert registry.join(other, "another") is not engine
+DEVICES = ("cuda:0", "gpu", "cuda", f"cuda:{'0F' * 16}", f"{CUDA}0")
 
 
-def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
-    """No table for a namespace: refused for now, what gave way goes, and a second try works."""
-    missing, dropped = ["no descriptor is left"], list[str]()
-
-    def make_buffer(_: str, size: int) -> bytearray:
-        if missing:
-            raise Refusal(ErrorCode.NOT_READY, missing.pop())
-        return bytearray(size)
-
-    broker = make_broker("auto", max_namespaces=1)
-    namespaces = Namespaces(
-        2**20,
-        broker.state.settings,
-        boot_id=bytes(16),
-        make_buffer=make_buffer,
-        drop_buffers=dropped.append,
-    )
-    broker.registration.pool_opened(namespaces, "")
-    broker.pool_allocated(2**20)
-    lane_up(broker)
-    unused, taken = bytes([9]) * 16, missing.pop()
-    namespaces.open(unused, (PAGE,), world_size=1, replicated=False)
-    missing.append(taken)
-    session = join(broker)
-    message = register(world_size=1)
-    for request_id, refused in ((2, True), (3, False)):
-        broker.request(session, request_id, message, 0.0, 2)
-        effects = mapped(broker, session)
-        (reply,) = replies(effects)
-        broker.state.check_integrity()
-        if refused:
-            assert isinstance(reply.message, Error)
-            assert reply.message.code is ErrorCode.NOT_READY
-            assert unused.hex() in dropped
-            assert len(set(dropped)) == 2
-            assert len(namespaces) == 0
-        else:
-            assert isinstance(reply.message, Registered)
-            assert len(namespaces) == 1
+@pytest.mark.parametrize(
+    ("message", "code", "texts"),
+    [
+        (replace(register(), temporary=True), ErrorCode.BAD_STATE, ["cpu_bytes is auto"]),
+        *(
+            (replace(register(), device=device), ErrorCode.BAD_LAYOUT, [repr(device), "smi -L"])
+            for device in DEVICES
+        ),
+    ],
+)
+def test_a_registration_that_cannot_be_served_is_refused(
+    message: Register, code: ErrorCode, texts: list[str]
+) -> None:
+    """A temporary engine before the pool has a size, and devices without a UUID; no lane starts."""
+    broker = unsized()
+    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
+    assert error.code is code
+    for text in texts:
+        assert text in error.text
+    assert list(broker.state.lanes) == ["host"]
+    assert broker.state.namespaces is None
 
 
 @pytest.mark.parametrize(("device", "served"), [("host", False), (CUDA, True)])
 def test_only_a_worker_whose_handles_name_no_descriptor_may_send_none(
-    device: str, *, served: bool
+    device: str, served: bool
 ) -> None:
     """It has no control page; memory that a descriptor names is refused without."""
     broker = make_broker(devices=[device])
     lane_up(broker, device)
-    effects = broker.request(join(broker), 2, brokers.register(device), 0.0, 0)
+    session = join(broker)
+    effects = broker.request(session, 2, brokers.register(device), 0.0, 0)
     if served:
-        assert [e.device for e in effects if isinstance(e, ToLane)] == [device]
+        assert imports(effects) == [session.number]
     else:
         error = refusal(effects)
         assert error.code is ErrorCode.BAD_LAYOUT
@@ -304,7 +247,7 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     message = replace(register(), fingerprint=replace(Fingerprint(model="m"), **{field: name}))
     error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
     assert error.code is ErrorCode.BAD_LAYOUT
-    odd = next(character for character in name if not character.isprintable())
+    (character,) = (character for character in name if not character.isprintable())
     assert f"fingerprint.{field} {name!r}" in error.text
-    assert f"U+{ord(odd):04X}" in error.text
+    assert f"U+{ord(character):04X}" in error.text
     assert error.text.isprintable()

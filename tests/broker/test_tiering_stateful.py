@@ -1,5 +1,8 @@
 """Tiering under any order of events: nothing wrong is found, and no slot is used too early."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -10,38 +13,66 @@ from hypothesis.stateful import (
 )
 
 from kvd.broker.tiers.breaker import BreakerState
+from kvd.broker.tiers.demotion import Demotion
+from kvd.broker.tiers.promotion import Promotion
+from kvd.broker.tiers.tiering import Tiering
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Get
+from kvd.wire.tiering import Get, NamespaceOpened
 from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.messages import Reset
-from tests.broker.fake_tier import FakeTier, TierBench
+from kvd_proto.messages import Message, Reset
+from tests.broker.benches import Bench, FakeTier, TierBench
 from tests.exploring import explored
 
 KEYS = [b"key %d" % number for number in range(10)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
 WHICH = st.integers(0, 1)
+Place = tuple[type, str]
+PLACES: tuple[Place, ...] = (
+    *((Promotion, name) for name in ("get_ended", "_settle", "_take_by_tier", "_get_all", "give_up")),
+    *((Demotion, name) for name in ("put_ended", "_put")),
+    *((Tiering, name) for name in ("_check_liveness", "_update_namespaces", "_apply_scan")),
+)
+FAULTY: set[Place] = set()
+
+
+def raising(place: Place) -> Callable[..., Any]:
+    """The method there, which raises when it has done its part while it is among `FAULTY`."""
+    method = getattr(*place)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = method(*arguments, **named)
+        if place in FAULTY:
+            FAULTY.remove(place)
+            raise KeyError("a fault")
+        return result
+
+    return call
 
 
 class TieringMachine(RuleBasedStateMachine):
     """One engine above two tiers, whose processes hang, fail, lose chunks, die and come back.
 
+    The broker's own decisions about tiers raise now and then.
+
     Attributes:
         stored: keys stored since the last reset; nothing else may be found.
         lost: what a tier has lost and the broker may still believe to be there.
+        num_faults: decisions that were made to raise, or will.
     """
 
     tiers: tuple[str, ...] = ("disk:/a,late=0.5", "memory:,keep=all,queue=16KiB,late=0.5")
 
     def __init__(self) -> None:
         super().__init__()
+        FAULTY.clear()
+        self.num_faults = 0
         self.bench = TierBench(*self.tiers, chunks=16)
         self.stored: set[bytes] = set()
         self.lost: set[tuple[int, bytes]] = set()
 
-    def held(self, fake: FakeTier) -> set[bytes]:
+    def chunks_of(self, fake: FakeTier) -> set[bytes]:
         """What a tier keeps of the namespace as it is now."""
-        name = self.bench.namespace.id
-        return {key for of, salt, key in fake.kept if (of, salt) == (name, fake.salts.get(name))}
+        return set(fake.chunks_of(self.bench.namespace.id))
 
     @rule(keys=SOME, load=st.booleans())
     def store(self, keys: list[bytes], load: bool) -> None:
@@ -72,14 +103,14 @@ class TieringMachine(RuleBasedStateMachine):
             self.bench.killed.clear()
 
     @rule(turns=st.sampled_from([1, 4, 60]))
-    def nobody_answers(self, turns: int) -> None:
+    def no_tier_answers(self, turns: int) -> None:
         """Time passes, and no tier says anything."""
         for _ in range(turns):
             self.pass_time(0.2)
 
     def pass_time(self, seconds: float) -> None:
         """The broker looks around once, some time later."""
-        TierBench.now += seconds
+        Bench.now += seconds
         self.bench.turn()
 
     @rule(which=WHICH, hangs=st.booleans())
@@ -90,15 +121,21 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(which=WHICH, outcome=st.sampled_from([None, Outcome.FAILED, Outcome.LATE]))
     def spoil(self, which: int, outcome: Outcome | None) -> None:
         """A medium fails from now on, or works again."""
-        self.bench.fakes[which].spoils = outcome
+        self.bench.fakes[which].failure = outcome
 
     @rule(which=WHICH, keys=SOME)
     def lose(self, which: int, keys: list[bytes]) -> None:
         """A medium loses chunks and does not know it."""
         fake = self.bench.fakes[which]
-        for place in [place for place in fake.kept if place[2] in keys]:
-            del fake.kept[place]
+        for place in [place for place in fake.chunks if place[2] in keys]:
+            del fake.chunks[place]
             self.lost.add((which, place[2]))
+
+    @rule(place=st.sampled_from(PLACES))
+    def fault(self, place: Place) -> None:
+        """A decision of the broker raises when it is made next."""
+        self.num_faults += place not in FAULTY
+        FAULTY.add(place)
 
     @rule(which=WHICH)
     def die(self, which: int) -> None:
@@ -106,22 +143,37 @@ class TieringMachine(RuleBasedStateMachine):
         fake = self.bench.fakes[which]
         fake.end()
         self.agrees()
-        if not fake.tier.info.shared:
+        if not fake.tier.info.shared and not self.bench.killed:
             assert self.bench.namespace.directory.tiers.is_releasing(which)
         fake.start()
 
     @rule(late=st.booleans())
     def reset(self, late: bool) -> None:
-        """The engine drops all chunks of its namespace; answers of before may come later."""
-        bench = self.bench
-        answers = [(fake, order) for fake in bench.fakes for order in fake.waiting if late]
-        messages = [(fake, fake.done(order)) for fake, order in answers]
-        for fake, order in answers:
-            fake.waiting.remove(order)
-        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+        """The engine drops all chunks of its namespace; answers and scans of before come later."""
+        bench, name = self.bench, self.bench.namespace.id
+        messages: list[tuple[FakeTier, Message]] = []
+        for fake in bench.fakes if late else ():
+            messages += [(fake, fake.done(order)) for order in fake.orders]
+            fake.orders.clear()
+            if name in fake.unopened:
+                opened = NamespaceOpened(namespace=name, salt=fake.salts[name])
+                messages.append((fake, opened))
+            messages.append((fake, fake.scan_result(name, fake.chunks_of(name))))
+        bench.ask(Reset())
         self.stored.clear()
         for fake, message in messages:
             fake.say(message)
+
+    @rule(which=WHICH, keys=SOME)
+    def reset_while_a_tier_opens(self, which: int, keys: list[bytes]) -> None:
+        """A process has begun anew, and says what it has only after a reset."""
+        self.store(keys, load=True)
+        self.work(2)
+        self.bench.fakes[which].hangs = True
+        self.die(which)
+        self.no_tier_answers(4)
+        self.reset(late=True)
+        self.no_tier_answers(1)
 
     @invariant()
     def agrees(self) -> None:
@@ -132,29 +184,31 @@ class TieringMachine(RuleBasedStateMachine):
             below = self.bench.below(key) or 0
             assert key in self.stored or (self.bench.lookup(key), below) == ([LookupResult.MISS], 0)
             for fake in self.bench.fakes:
-                known = (fake.index, key) in self.lost or key in self.held(fake)
+                known = (fake.index, key) in self.lost or key in self.chunks_of(fake)
                 assert known or not below & 1 << fake.index
         for fake in self.bench.fakes:
-            for order in fake.waiting:
+            for order in fake.orders:
                 if isinstance(order, Get):
-                    for slot, generation in zip(
-                        order.slots.tolist(), order.generations.tolist(), strict=True
-                    ):
+                    slots, generations = order.slots.tolist(), order.generations.tolist()
+                    for slot, generation in zip(slots, generations, strict=True):
                         assert directory.generation(slot) == generation
                         assert directory.state(slot) in {SlotState.WRITING, SlotState.DRAINING}
 
     def teardown(self) -> None:
         """Once all media work, nothing is left over and all that tiers keep comes up."""
+        num_raised = self.num_faults - len(FAULTY)
+        FAULTY.clear()
         for fake in self.bench.fakes:
-            fake.hangs, fake.spoils = False, None
+            fake.hangs, fake.failure = False, None
         self.work(60)
         self.bench.evict()
-        kept = [key for key in KEYS if any(key in self.held(fake) for fake in self.bench.fakes)]
+        lasting = sorted(set().union(*map(self.chunks_of, self.bench.fakes)) & set(KEYS))
         for _ in range(2):  # the first may find what a tier has lost
-            self.bench.seek(*kept)
+            self.bench.seek(*lasting)
             self.work(5)
-        assert self.bench.lookup(*kept) == [LookupResult.HIT] * len(kept)
-        stats = self.bench.table().slots.stats()
+        assert self.bench.lookup(*lasting) == [LookupResult.HIT] * len(lasting)
+        assert sum(bool(event.trace) for event in self.bench.events) == num_raised
+        stats = self.bench.table.slots.stats()
         assert (stats["writing"], stats["draining"]) == (0, 0)
         for fake in self.bench.fakes:
             assert fake.tier.put_bytes == fake.tier.get_bytes == 0
@@ -172,6 +226,7 @@ class SharedTieringMachine(TieringMachine):
 @pytest.mark.parametrize("machine", [TieringMachine, SharedTieringMachine])
 def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
     monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
+    for owner, name in PLACES:
+        monkeypatch.setattr(owner, name, raising((owner, name)))
     run_state_machine_as_test(machine, settings=explored(40, 30))

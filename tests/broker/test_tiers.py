@@ -1,37 +1,26 @@
-"""What goes down to tiers and comes up from them, and tiers that hang, err or end."""
-
-from typing import Any
+"""What goes down to tiers and comes up from them; namespaces and resets of tiers."""
 
 import pytest
 
-from kvd.broker.effects import Notify, Reply
-from kvd.broker.tiers.breaker import BreakerState
-from kvd.broker.tiers.tiering import STUCK_SECONDS
+from kvd.broker.effects import Notify
+from kvd.cache.namespaces import Namespaces
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     CloseNamespace,
     Drop,
     Get,
     Lookup,
-    NamespaceOpened,
     NewSalt,
     OpenNamespace,
     Put,
 )
 from kvd_proto.directory import LookupResult
-from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
-from tests.broker.brokers import join, mapped, register
-from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held
-from tests.broker.test_steps import bring_up
+from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset
+from tests.broker.benches import STEP, FakeTier, TierBench, bring_up
+from tests.broker.brokers import join, mapped, register, replies
 
 DISK, SHARED = "disk:/a", "mooncake:master=a:1"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-
-
-@pytest.fixture(autouse=True)
-def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories read the time that tests let pass."""
-    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
 
 
 def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
@@ -40,26 +29,26 @@ def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
     return bench, bench.fakes[0]
 
 
-def keys_told(fake: FakeTier, kind: type[Put | Get | Lookup]) -> list[bytes]:
-    """Keys of all orders of this kind that a tier was given."""
-    return [key for order in fake.told if isinstance(order, kind) for key in order.keys]
+def namespaces_of(bench: TierBench) -> Namespaces:
+    """All of its pool."""
+    assert bench.broker.state.namespaces is not None
+    return bench.broker.state.namespaces
 
 
 # -------------------------------------------------------------------------- down
 
 
-def test_what_was_asked_for_goes_down_and_is_found_there() -> None:
+def test_what_was_asked_for_goes_down_and_is_found_there(bench: TierBench, disk: FakeTier) -> None:
     """A chunk that was only stored stays out; the directory names the tier when it has answered."""
-    bench, disk = bench_of(DISK)
     refs = bench.store(b"a", b"b")
     bench.load(refs[:1])
     bench.run()
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     assert (bench.below(b"a"), bench.below(b"b")) == (1, None)
     assert disk.tier.counts.puts["ok"] == 1
     bench.load(refs[:1])
     bench.run()
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     bench.check()
 
 
@@ -68,59 +57,44 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     bench, disk = bench_of(f"{DISK},queue=16KiB,late=60")
     bench.load(bench.store(*(bytes([i]) for i in range(10))))
     bench.turn(1.0)
-    assert len(keys_told(disk, Put)) == 4
+    assert len(disk.keys(Put)) == 4
     assert disk.tier.put_bytes == 16384
     bench.run(2.0)
-    assert len(keys_told(disk, Put)) == 10
+    assert len(disk.keys(Put)) == 10
     assert disk.tier.put_bytes == 0
 
 
-def names(count: int, begin: int = 0) -> list[bytes]:
-    """So many keys."""
-    return [number.to_bytes(2, "little") for number in range(begin, begin + count)]
-
-
-def puts(fake: FakeTier) -> list[int]:
-    """Sizes of the batches that a tier was given to keep."""
-    return [len(order.keys) for order in fake.told if isinstance(order, Put)]
-
-
-def test_a_full_tier_is_given_nothing_for_a_while() -> None:
+def test_a_full_tier_is_given_nothing_for_a_while(bench: TierBench, disk: FakeTier) -> None:
     """It is not set aside for that, and is tried again."""
-    bench, disk = bench_of(DISK)
-    disk.spoils = Outcome.FULL
+    disk.failure = Outcome.FULL
     bench.load(bench.store(b"a"))
     bench.run(0.3)
     assert bench.below(b"a") is None
     bench.load(bench.store(b"b"))
     bench.run(0.3)
-    assert keys_told(disk, Put) == [b"a"]
+    assert disk.keys(Put) == [b"a"]
     assert disk.tier.in_use
-    disk.spoils = None
+    disk.failure = None
     bench.run(1.0)
-    assert keys_told(disk, Put) == [b"a", b"b"]
+    assert disk.keys(Put) == [b"a", b"b"]
     assert bench.below(b"b") == 1
 
 
 # ---------------------------------------------------------------------------- up
 
 
-def bring_second(bench: TierBench) -> Any:
-    """The scheduler of another engine of the same model."""
-    return bring_up(bench.broker, "other")
-
-
 @pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED, Outcome.LATE])
-def test_a_get_that_fails_is_a_miss_and_its_slot_is_free(outcome: Outcome) -> None:
+def test_a_get_that_fails_is_a_miss_and_its_slot_is_free(
+    bench: TierBench, disk: FakeTier, outcome: Outcome
+) -> None:
     """What is not there, or not right, is forgotten; what could not be read may be there still."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     bench.evict()
-    disk.spoils = outcome
+    disk.failure = outcome
     bench.seek(b"a")
     bench.run(STEP)
     assert bench.lookup(b"a") == [MISS]
-    assert bench.table().slots.stats()["draining"] == 0
+    assert bench.table.slots.stats()["draining"] == 0
     gone = outcome in {Outcome.ABSENT, Outcome.CORRUPT}
     assert bench.below(b"a") == (None if gone else 1)
     assert disk.tier.counts.gets[outcome.name.lower()] == 1
@@ -136,11 +110,11 @@ def test_promotions_take_a_quarter_of_what_is_held_and_the_rest_waits_its_turn()
     bench.keep(*keys)
     bench.evict()
     bench.seek(*keys)
-    first = keys_told(disk, Get)
+    first = disk.keys(Get)
     assert first == keys[: len(first)]
     assert len(first) == 64 // 4
     bench.run()
-    assert keys_told(disk, Get) == keys
+    assert disk.keys(Get) == keys
     assert bench.lookup(*keys) == [HIT] * 40
     bench.check()
 
@@ -152,13 +126,12 @@ def test_engines_take_turns() -> None:
     bench.keep(*many)
     bench.keep(*few)
     bench.evict()
-    second = bring_second(bench)
     bench.seek(*many)
-    begun = len(keys_told(disk, Get))
+    begun = len(disk.keys(Get))
     assert 0 < begun < len(many) - len(few)
-    bench.carry_out(bench.step(second, sought=tuple(few), now=bench.now)[1])
+    bench.seek(*few, session=bring_up(bench.broker, "other"))
     bench.run()
-    order = keys_told(disk, Get)[begun:]
+    order = disk.keys(Get)[begun:]
     assert sorted(order) == sorted([*many[begun:], *few])
     assert [key for key in order if key in few] == few
     assert set(few) <= set(order[: 2 * len(few)])
@@ -169,154 +142,61 @@ def test_loans_that_are_of_no_use_make_room_for_what_comes_up() -> None:
     bench, disk = bench_of(DISK, chunks=16)
     bench.keep(b"a", b"b")
     bench.evict()
-    bench.step(wanted=4096, now=bench.now)
-    assert bench.table().slots.stats()["lent"] == 16
+    bench.step(wanted=4096)
+    assert bench.table.slots.stats()["lent"] == 16
     bench.turn(0.5)
     bench.seek(b"a", b"b")
-    assert keys_told(disk, Get) == []
+    assert disk.keys(Get) == []
     bench.run()
     assert bench.lookup(b"a", b"b") == [HIT, HIT]
     bench.check()
 
 
-def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
+def test_nothing_comes_up_while_the_daemon_is_drained(bench: TierBench, disk: FakeTier) -> None:
     """A promotion is a store."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     bench.evict()
-    bench.broker.request(join(bench.broker, "tool"), 2, Drain(), bench.now)
+    bench.ask(Drain(), join(bench.broker, "tool"))
     bench.seek(b"a")
     bench.run()
-    assert keys_told(disk, Get) == []
+    assert disk.keys(Get) == []
 
 
-# ------------------------------------------------------------------------ shared
-
-
-def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
-    """Pending in the turn of the answer; what is absent is known as that for a while."""
-    bench, shared = bench_of(SHARED)
-    salt = shared.salts[bench.namespace.id]
-    shared.kept[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
-    bench.seek(b"a", b"x")
-    assert keys_told(shared, Lookup) == [b"a", b"x"]
-    bench.seek(b"a", b"x")
-    assert keys_told(shared, Lookup) == [b"a", b"x"]
-    shared.answer()
-    assert bench.lookup(b"a", b"x") == [PENDING, MISS]
-    assert bench.below(b"x") == 0
-    shared.answer()
-    assert bench.lookup(b"a") == [HIT]
-    assert bench.below(b"a") == 1
-    assert dict(shared.tier.counts.asks)["absent"] == 1
-    bench.check()
-
-
-def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> None:
-    """Absent is what none of them has."""
+def test_shared_tiers_are_asked_one_after_the_other() -> None:
+    """What one has comes up at once; what none has is known as absent for a while."""
     bench = TierBench(SHARED, "mooncake:master=b:1")
     first, second = bench.fakes
-    second.kept[bench.namespace.id, second.salts[bench.namespace.id], b"a"] = 0, 1, 0, b""
-    bench.seek(b"a", b"x")
+    for fake, key in ((first, b"a"), (second, b"b")):
+        fake.chunks[bench.namespace.id, fake.salts[bench.namespace.id], key] = 0, 1, 0, b""
+    for _ in range(2):
+        bench.seek(b"a", b"b", b"x")
+        assert first.keys(Lookup) == [b"a", b"b", b"x"]
     first.answer()
+    assert second.keys(Lookup) == [b"b", b"x"]
+    assert bench.lookup(b"a", b"b", b"x") == [PENDING, MISS, MISS]
     assert bench.below(b"x") is None
     second.answer()
+    assert bench.lookup(b"a", b"b", b"x") == [PENDING, PENDING, MISS]
     assert bench.below(b"x") == 0
-    second.answer()
-    assert bench.lookup(b"a") == [HIT]
-
-
-# ------------------------------------------------------------------------ faults
-
-
-def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() -> None:
-    """Lookups miss at once, the medium may still write: no slot is used before its answer."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a", b"b")
-    bench.evict()
-    disk.hangs = True
-    bench.seek(b"a", b"b")
-    assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    assert bench.namespace.directory.tiers.health(0).usable
-    bench.woken.clear()
-    bench.turn(0.2 + 2 * STEP)
-    assert disk.tier.breaker.state is BreakerState.OPEN
-    assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    assert not bench.namespace.directory.tiers.health(0).usable
-    assert bench.woken == [bench.engine(bench.scheduler).number]
-    assert bench.table().slots.stats()["draining"] == 2
-    bench.check()
-    bench.seek(b"a")
-    assert keys_told(disk, Get) == [b"a", b"b"]
-    disk.hangs = False
-    disk.answer()
-    assert bench.table().slots.stats()["draining"] == 0
-    bench.run(1.0)
-    assert disk.tier.in_use
-    bench.seek(b"a", b"b")
-    bench.run(STEP)
+    for fake in bench.fakes:
+        fake.answer()
     assert bench.lookup(b"a", b"b") == [HIT, HIT]
-    bench.check()
-
-
-def test_a_tier_that_moves_slowly_stays_in_use() -> None:
-    """Progress of single chunks counts, however long the batch takes."""
-    bench, disk = bench_of(DISK)
-    bench.load(bench.store(b"a", b"b"))
-    for _ in range(40):
-        disk.progress += 1
-        bench.turn(STEP)
-    assert disk.tier.in_use
-
-
-def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead() -> None:
-    """After ten seconds without progress; it may take its time to die."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.evict()
-    disk.hangs = True
-    bench.seek(b"a")
-    bench.turn(STUCK_SECONDS + 1.0)
-    assert bench.killed == [0]
-    assert bench.table().slots.stats()["draining"] == 1
-    bench.turn(10.0)
-    assert bench.killed == [0]
-    disk.end()
-    assert bench.table().slots.stats()["draining"] == 0
-    bench.turn()
-    assert bench.below(b"a") is None
-    disk.hangs = False
-    disk.start()
-    bench.run(6.0)
-    assert disk.tier.in_use
-    assert bench.below(b"a") == 1
-    assert disk.tier.counts.restarts == 1
-    bench.check()
-
-
-def test_an_answer_that_fits_no_order_ends_the_process() -> None:
-    """Nothing of it is believed."""
-    bench, disk = bench_of(DISK)
-    bench.load(bench.store(b"a", b"b"))
-    bench.turn(STEP)
-    (order,) = disk.waiting
-    disk.say(done(order, [Outcome.OK]))
-    assert bench.killed == [0]
-    disk.end()
-    assert bench.below(b"a") is None
+    assert (bench.below(b"a"), bench.below(b"b")) == (3, 2)  # a goes down to the second, too
+    assert [fake.tier.counts.asks["absent"] for fake in bench.fakes] == [2, 1]
     bench.check()
 
 
 # ------------------------------------------------------------------- namespaces
 
 
-def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
+def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work(
+    bench: TierBench, disk: FakeTier
+) -> None:
     """Ten thousand chunks need many turns, and all are found in the end."""
-    bench, disk = bench_of(DISK)
     namespace = bench.namespace
     for begin in range(0, 10_000, 1000):
-        found = {i.to_bytes(4): (0, 1, 0, b"") for i in range(begin, begin + 1000)}
-        disk.say(held(namespace.id, disk.salts[namespace.id], found))
+        chunks = {i.to_bytes(4): (0, 1, 0, b"") for i in range(begin, begin + 1000)}
+        disk.say(disk.scan_result(namespace.id, chunks))
     turns = 0
     while not bench.below((9999).to_bytes(4)):
         assert bench.broker.tiering.due(bench.now) == 0.0
@@ -324,31 +204,6 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
         turns += 1
     assert turns >= 10
     assert len(namespace.directory.tiers) == 10_000
-
-
-def test_a_scan_of_before_a_reset_is_nothing() -> None:
-    """It was under way when the namespace was reset, as was the tier's first answer."""
-    bench, disk = bench_of(DISK)
-    identity = bench.namespace.id
-    before = disk.salts[identity]
-    disk.hangs = True
-    disk.end()
-    disk.start()
-    bench.turn(0.5)
-    assert disk.tier.namespaces[bench.namespace].salt is None
-    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    disk.say(NamespaceOpened(namespace=identity, salt=before))
-    disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))
-    bench.turn(STEP)
-    assert bench.below(b"a") is None
-    before = disk.salts[identity]
-    disk.say(held(identity, before, {b"b": (0, 1, 0, b"")}))
-    bench.turn(STEP)
-    assert bench.below(b"b") == 1
-    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
-    disk.say(held(identity, before, {b"c": (0, 1, 0, b"")}))
-    bench.turn(STEP)
-    assert bench.below(b"c") is None
 
 
 def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> None:
@@ -359,28 +214,28 @@ def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> N
     for fake, salt in zip(bench.fakes, salts, strict=True):
         fake.end()
         fake.salts[namespace.id] = salt
-        fake.kept[namespace.id, salt, salt] = (0, 1, 0, b"")
+        fake.chunks[namespace.id, salt, salt] = (0, 1, 0, b"")
         fake.start()
     bench.run(6.0)
     assert namespace.salt == b""
     assert all(fake.tier.serves(namespace) for fake in bench.fakes)
     assert [bench.below(salt) for salt in salts[:2]] == [1, 2]
-    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    bench.ask(Reset())
     assert [fake.salts[namespace.id] for fake in bench.fakes] == [namespace.salt] * 3
     assert [bench.below(salt) for salt in salts[:2]] == [None, None]
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_a_tier_that_has_not_heard_of_a_reset_is_told(knows: bool) -> None:
+def test_a_tier_that_has_not_heard_of_a_reset_is_told(
+    bench: TierBench, disk: FakeTier, knows: bool
+) -> None:
     """A namespace begins with the salt of its last reset: what is kept under another is nothing."""
-    bench, disk = bench_of(DISK)
     other = bytes([9]) * 16
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
+    namespaces = namespaces_of(bench)
     namespaces.resets.draw(other.hex())
     salt = namespaces.resets.salt_of(other.hex())
     disk.salts[other] = salt if knows else b"another"
-    disk.kept[other, disk.salts[other], b"old"] = (0, 1, 0, b"")
+    disk.chunks[other, disk.salts[other], b"old"] = (0, 1, 0, b"")
     namespace = namespaces.open(other, (4096,), world_size=1, replicated=False)
     assert namespace.salt == salt
     namespaces.attach_engine(namespace)
@@ -396,107 +251,89 @@ def test_a_tier_that_has_not_heard_of_a_reset_is_told(knows: bool) -> None:
 def test_a_tier_that_is_not_there_at_a_reset_is_named(tier: str) -> None:
     """What would bring old chunks back is said, with the remedy; of one that serves nothing is."""
     bench, disk = bench_of(tier)
-    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    bench.ask(Reset())
     assert not any("noted" in event.text for event in bench.events)
     disk.end()
-    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    bench.ask(Reset())
     assert "has not noted the reset" in bench.events[-1].text
 
 
-@pytest.mark.parametrize("by", ["engine", "operator"])
+@pytest.mark.parametrize("message", [Reset(), Clear(namespace=None)])
 def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
-    by: str, monkeypatch: pytest.MonkeyPatch
+    bench: TierBench, disk: FakeTier, message: Reset | Clear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks are gone and tiers are told, and who asked for it is told to ask again."""
-    bench, disk = bench_of(DISK)
+    """Chunks are gone and tiers are told; the reply says to ask again."""
     bench.keep(b"a")
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
-    draw = namespaces.resets.draw
-    monkeypatch.setattr(namespaces.resets, "draw", lambda name: draw(name) + "no room; make some")
-    if by == "engine":
-        effects = bench.broker.request(bench.scheduler, 9, Reset(), bench.now)
-    else:
-        tool = join(bench.broker, "tool")
-        effects = bench.broker.request(tool, 2, Clear(namespace=None), bench.now)
-    (reply,) = [each.message for each in effects if isinstance(each, Reply)]
-    assert reply == Error.of(ErrorCode.NOT_READY, "no room; make some")
-    namespace = bench.namespace
+    resets = namespaces_of(bench).resets
+    draw = resets.draw
+    monkeypatch.setattr(resets, "draw", lambda name: draw(name) + "no room; make some")
+    session = bench.scheduler if isinstance(message, Reset) else join(bench.broker, "tool")
+    effects = bench.broker.request(session, 9, message, bench.now)
+    (reply,) = replies(effects)
+    assert reply.message == Error.of(ErrorCode.NOT_READY, "no room; make some")
     bench.carry_out(effects)
     assert bench.lookup(b"a") == [MISS]
     assert bench.below(b"a") is None
-    assert disk.told[-1] == NewSalt(namespace=namespace.id, salt=namespace.salt)
+    salt = bench.namespace.salt
+    assert disk.messages[-1] == NewSalt(namespace=bench.namespace.id, salt=salt)
 
 
-def test_tiers_are_told_of_namespaces_that_close() -> None:
+def test_tiers_are_told_of_namespaces_that_close(bench: TierBench, disk: FakeTier) -> None:
     """What they keep stays, and is found when the namespace is used again."""
-    bench, disk = bench_of(DISK)
     bench.keep(b"a")
     identity = bench.namespace.id
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
+    namespaces = namespaces_of(bench)
     for session in list(bench.broker.state.registry.sessions.values()):
         bench.carry_out(bench.broker.lost(session))
     bench.turn(1.0)
     (namespace,) = namespaces.closable()
     namespaces.close(namespace)
     bench.turn(0.5)
-    assert disk.told[-1] == CloseNamespace(namespace=identity)
+    assert disk.messages[-1] == CloseNamespace(namespace=identity)
     bench.scheduler = bring_up(bench.broker)
     bench.turn(0.5)
-    assert isinstance(disk.told[-1], OpenNamespace)
+    assert isinstance(disk.messages[-1], OpenNamespace)
     assert bench.below(b"a") == 1
 
 
 def test_engines_are_told_of_the_tiers_and_temporary_ones_have_none() -> None:
     """In order, with medium and whether they are shared; a self-test leaves nothing behind."""
     bench = TierBench(DISK, SHARED, "disk:/b")
-    names = [(it.name, it.medium, it.shared) for it in attached(bench, "second")]
-    assert names == [
-        ("disk", "disk", False),
-        ("mooncake", "remote", True),
-        ("disk-2", "disk", False),
-    ]
-    assert attached(bench, "third", temporary=True) == ()
+    of_engine = []
+    for name, temporary in (("second", False), ("third", True)):
+        worker = join(bench.broker, "worker", name)
+        bench.broker.request(worker, 2, register(temporary=temporary), bench.now, 2)
+        notices = [e.message for e in mapped(bench.broker, worker) if isinstance(e, Notify)]
+        (attached,) = [message for message in notices if isinstance(message, Attached)]
+        of_engine.append([(tier.name, tier.medium, tier.shared) for tier in attached.tiers])
+    disk, mooncake = ("disk", "disk", False), ("mooncake", "remote", True)
+    assert of_engine == [[disk, mooncake, ("disk-2", "disk", False)], []]
 
 
-def attached(bench: TierBench, engine: str, **fields: Any) -> tuple[TierInfo, ...]:
-    """The tiers that an engine is told of that attaches now."""
-    worker = join(bench.broker, "worker", engine)
-    bench.broker.request(worker, 2, register(**fields), bench.now, 2)
-    notices = [
-        effect.message for effect in mapped(bench.broker, worker) if isinstance(effect, Notify)
-    ]
-    (notice,) = [message for message in notices if isinstance(message, Attached)]
-    return notice.tiers
-
-
-def test_a_table_that_is_full_has_a_tier_drop_what_nobody_would_find(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_tier_drops_what_finds_no_place_in_the_full_table(
+    bench: TierBench, disk: FakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier's room is for what can be found."""
-    bench, disk = bench_of(DISK)
     monkeypatch.setattr(type(bench.namespace.directory.tiers), "hold", lambda *_: False)
     bench.keep(b"a")
-    assert Drop(namespace=bench.namespace.id, keys=(b"a",)) in disk.told
+    assert Drop(namespace=bench.namespace.id, keys=(b"a",)) in disk.messages
 
 
-def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
+def test_a_reset_is_marked_until_the_tier_confirms_it(bench: TierBench, disk: FakeTier) -> None:
     """A process that begins after one that ended too early learns that the salt is a new one."""
-    bench, disk = bench_of(DISK)
 
     def begun_anew() -> bool:
         disk.end()
         disk.start()
         bench.turn(0.5)
-        return [order for order in disk.told if isinstance(order, OpenNamespace)][-1].reset
+        return [order for order in disk.messages if isinstance(order, OpenNamespace)][-1].reset
 
     assert not begun_anew()
     disk.hangs = True
-    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    bench.ask(Reset())
     assert begun_anew()
     disk.hangs = False
     assert begun_anew()
     assert not begun_anew()
-    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    bench.ask(Reset())
     assert not begun_anew()

@@ -9,7 +9,7 @@ from kvd.wire.link import BindWorker, ImportWorker, LaneFailed, ReleaseWorker
 from kvd_proto.codec import REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import TAGS, Join, Message, Register, Store
-from tests.broker.brokers import DrivenBroker, lane_ready, make_broker
+from tests.broker.brokers import DrivenBroker, lane_ready, make_broker, share_done
 from tests.fuzz.script import Act, Marks, Script
 from tests.fuzz.target import Finding
 
@@ -131,11 +131,11 @@ class CorePlay(DrivenBroker):
             bound.namespace
         )
         here = slots < bound.num_slots
-        refs = slots[here].tolist(), generations[here].tolist()
-        if namespace and any(map(namespace.directory.is_lent, *refs)):
+        refs = list(zip(slots[here].tolist(), generations[here].tolist(), strict=True))
+        if namespace and any(namespace.directory.is_lent(*ref) for ref in refs):
             self.waiting.append((session, job))
             return
-        self.share(session, bound.namespace, *refs, ok=job.deadline_ms % 5 != 4)
+        self.from_lane(share_done(session, bound.namespace, refs, ok=job.deadline_ms % 5 != 4))
 
     # ------------------------------------------------------------- the rest
 

@@ -38,40 +38,23 @@ def planned(config: dict[str, Any], **changes: Any) -> Plan:
     return make_plan(read_model(config), PlanInputs(**(inputs | changes)))
 
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "hidden_size": 7168,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163_840,
-    "torch_dtype": "bfloat16",
-}
+MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
+CONFIGS: dict[str, dict[str, Any]] = {model["name"]: model["config"] for model in MODELS}
+LLAMA = CONFIGS["Llama-3.1-8B"] | {"max_position_embeddings": 131_072}
 GEMMA3 = {
     "model_type": "gemma3",
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
     "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 5376,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "sliding_window": 1024,
+        key: value
+        for key, value in CONFIGS["Gemma-3-27B"].items()
+        if key not in ("dtype", "sliding_window_pattern")
     },
+}
+QWEN = CONFIGS["Qwen3-Next-80B-A3B"]
+NEMOTRON = CONFIGS["Nemotron-3-Nano-30B-A3B"] | {
+    "hybrid_override_pattern": "M-M*MEMEM*",
+    "mamba_ssm_cache_dtype": None,
 }
 
 
@@ -94,7 +77,7 @@ def test_a_model_with_grouped_heads() -> None:
 
 def test_a_latent_is_stored_once() -> None:
     """MLA: latent and rotary part, once for all ranks, keys and values not counted twice."""
-    kimi = {"model_type": "kimi_k25", "text_config": DEEPSEEK | {"model_type": "kimi_k2"}}
+    kimi = {"model_type": "kimi_k25", "text_config": CONFIGS["Kimi-K2"]}
     result = planned(kimi, tensor_parallel=8)  # nested, as Kimi K2.5 has it
     assert (result.model, result.attention) == ("kimi_k2", "mla")
     assert result.replicated
@@ -136,27 +119,6 @@ def test_windows_follow_the_models_own_fields(
     assert set(model.windows) == windows
     if fields.get("max_window_layers") == 28 and "use_sliding_window" in fields:
         assert model.windows.index(64) == 28
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"num_hidden_layers": None}, "no num_hidden_layers"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers = '32' is no whole number"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
-        ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
-        ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
-        ({"layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
-        ({"mamba_d_state": 16}, "state layers"),
-        ({"index_head_dim": 128}, "indexer"),
-    ],
-)
-def test_what_cannot_be_planned_is_named(changes: dict[str, Any], text: str) -> None:
-    """A missing field, a bad value or a kind of cache not covered: one error that names it."""
-    with pytest.raises(PlanError, match=re.escape(text)):
-        planned(LLAMA | changes)
-    with pytest.raises(PlanError, match=r"32 attention heads.*3 ranks"):
-        planned(LLAMA, tensor_parallel=3)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -209,8 +171,8 @@ def test_a_file_that_is_no_config_is_one_clear_error(
     assert err.count("\n") == 1
 
 
-def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
-    """A bad size, a budget below one chunk, a request that never fits: exit 1 with the figures."""
+def test_options_that_cannot_work_are_refused(folder: Path) -> None:
+    """A bad size, a budget below a chunk, a request that never fits, ranks without a head each."""
     assert "such as 64GiB" in run(str(folder), "--cpu-bytes", "lots")[2]
     assert "holds no chunk of 2097152 bytes" in run(str(folder), "--cpu-bytes", "1MiB")[2]
     long = ("--max-seq-len", "8192")
@@ -222,37 +184,9 @@ def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
     assert "available are 100" in err
     assert "101 blocks by the override" in err
     assert "give --gpu-blocks" in run(str(folder), *long)[2]
-
-
-QWEN = {
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "dtype": "bfloat16",
-}
-NEMOTRON = {
-    "model_type": "nemotron_h",
-    "num_hidden_layers": 10,
-    "hybrid_override_pattern": "M-M*MEMEM*",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "hidden_size": 2688,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "dtype": "bfloat16",
-}
+    assert "32 attention heads" in run(str(folder), "--tp", "3")[2]
+    (folder / "config.json").write_text(json.dumps(QWEN))  # its states take blocks of their own
+    assert "leave out --gpu-blocks" in run(str(folder), *blocks)[2]
 
 
 def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
@@ -269,6 +203,14 @@ def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
+        (LLAMA | {"num_hidden_layers": None}, "no num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": "32"}, "num_hidden_layers = '32' is no whole number"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        (LLAMA | {"kv_lora_rank": 512}, "no qk_rope_head_dim"),
+        (LLAMA | {"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
+        (LLAMA | {"mamba_d_state": 16}, "state layers"),
+        (LLAMA | {"index_head_dim": 128}, "indexer"),
         (NEMOTRON | {"hybrid_override_pattern": None}, "hybrid_override_pattern = None is no text"),
         (NEMOTRON | {"hybrid_override_pattern": "M-M-"}, "2 state layers and 0 of attention"),
         (NEMOTRON | {"n_groups": None}, "no n_groups"),
@@ -278,15 +220,12 @@ def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
         (QWEN | {"model_type": "other"}, "linear_num_value_heads = 32: state layers"),
     ],
 )
-def test_what_is_not_known_is_named(config: dict[str, Any], text: str) -> None:
-    """Missing fields, other kinds and other families are refused with the field's name."""
+def test_what_cannot_be_planned_is_named(config: dict[str, Any], text: str) -> None:
+    """A missing field, a bad value, a kind of cache or a family not covered: an error names it."""
     with pytest.raises(PlanError, match=re.escape(text)):
         planned(config)
-    with pytest.raises(PlanError, match="leave out --gpu-blocks"):
-        planned(QWEN, gpu_blocks=100_000)
 
 
-MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
 NUM_BLOCKS = 4
 
 
@@ -318,8 +257,8 @@ def test_fragments_follow_from_the_order_of_the_dimensions(
         heads = read.rank_elements(ranks) // read.head_elements
         for group in plan.groups:
             if group.state_bytes is None and layout in group.fragments:
-                told = group.fragments[layout]
-                assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
+                fragments = group.fragments[layout]
+                assert runs(plan, group, heads, layout) == [fragments.nbytes] * fragments.per_block
 
 
 def test_the_table_of_models_is_generated() -> None:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,12 +76,12 @@ def best_hits(trace: Trace, capacity: int) -> int:
         prompt = request.chunks.tolist()
         after: dict[frozenset[int], int] = {}
         for held, hits in best.items():
-            found = next((i for i, c in enumerate(prompt) if c not in held), len(prompt))
+            num_hits = next((i for i, c in enumerate(prompt) if c not in held), len(prompt))
             candidates = sorted(held | set(prompt))
             for size in range(min(capacity, len(candidates)) + 1):
-                for kept in combinations(candidates, size):
-                    key = frozenset(kept)
-                    after[key] = max(after.get(key, 0), hits + found)
+                for retained in combinations(candidates, size):
+                    key = frozenset(retained)
+                    after[key] = max(after.get(key, 0), hits + num_hits)
         best = after
     return max(best.values())
 
@@ -106,37 +105,33 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
     """And with room for every chunk each policy finds as much."""
     trace = random_trace(1)
     for num_slots in (10, 40, 160):
-        found = replay_policy(trace, POLICIES[policy], num_slots).sum()
-        assert 0 < found <= replay_belady(trace, num_slots).sum()
+        num_hits = replay_policy(trace, POLICIES[policy], num_slots).sum()
+        assert 0 < num_hits <= replay_belady(trace, num_slots).sum()
     room = trace.num_chunks
     assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
 
 
-LINES = "".join(
-    json.dumps({"timestamp": 1000 * n, "input_length": 1000, "hash_ids": ids}) + "\n"
-    for n, ids in enumerate([[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]])
-)
-
-
-def run(*arguments: str) -> str:
-    """The output of `kvd replay`."""
-    done = CliRunner().invoke(cli, ["replay", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+def line(tokens: int, *hash_ids: int, timestamp: float = 1) -> str:
+    """A request in Mooncake's form."""
+    request = {"timestamp": timestamp, "input_length": tokens, "hash_ids": hash_ids, "type": "text"}
+    return json.dumps(request) + "\n"
 
 
 def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     """Hit tokens, their share, and the prefill seconds that they save; a last chunk is shorter."""
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["replay", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
     path = tmp_path / "trace.jsonl"
-    path.write_text(LINES)
+    prompts = [[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]]
+    path.write_text("".join(line(1000, *ids, timestamp=1000 * n) for n, ids in enumerate(prompts)))
     size = ("--cpu-bytes", "4MiB", "--bytes-per-chunk", "1MiB")
     shown = json.loads(run(str(path), *size, "--prefill-seconds-per-token", "0.01", "--json"))
-    assert [(pool["cpu_bytes"] >> 20, pool["slots"]) for pool in shown["pools"]] == [
-        (2, 2),
-        (4, 4),
-        (8, 8),
-        (16, 16),
-    ]
+    sizes = [(pool["cpu_bytes"] >> 20, pool["slots"]) for pool in shown["pools"]]
+    assert sizes == [(2, 2), (4, 4), (8, 8), (16, 16)]
     half, whole, *_ = (pool["policies"] for pool in shown["pools"])
     assert list(half) == [*POLICIES, "adaptive+hints", "belady"]
     assert half["lru"]["hit_tokens"] == 0
@@ -149,39 +144,14 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     ]
 
 
-def lines(path: Path, *requests: dict[str, Any]) -> Path:
-    """A file with a line of JSON a request."""
-    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    return path
-
-
-def ids(timestamp: float, tokens: int, *hash_ids: int) -> dict[str, Any]:
-    """A request in Mooncake's form."""
-    return {"timestamp": timestamp, "input_length": tokens, "hash_ids": hash_ids}
-
-
-def conversation(path: Path, *requests: dict[str, Any], **fields: Any) -> Path:
-    """A file of kv-cache-tester."""
-    path.write_text(json.dumps({"block_size": 64, "requests": requests, **fields}))
-    return path
-
-
-def chunks(trace: Trace) -> list[list[int]]:
-    """Of each request."""
-    return [request.chunks.tolist() for request in trace.requests]
-
-
 def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> None:
     """Times are in seconds, and equal beginnings are equal chunks."""
-    path = lines(
-        tmp_path / "trace.jsonl",
-        ids(2500, 1024, 7, 9),
-        ids(1000, 1300, 7, 8, 5) | {"output_length": 3},
-    )
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line(1024, 7, 9, timestamp=2500) + line(1300, 7, 8, 5, timestamp=1000))
     trace = read_trace(path)
     assert [request.time for request in trace.requests] == [1.0, 2.5]
     assert [request.tokens for request in trace.requests] == [1300, 1024]
-    (head, second, _), (same, other) = chunks(trace)
+    (head, second, _), (same, other) = (request.chunks.tolist() for request in trace.requests)
     assert head == same
     assert second != other
     assert (trace.num_chunks, trace.tokens, trace.tokens_per_chunk) == (4, 2324, 512)
@@ -190,13 +160,10 @@ def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> Non
 def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Path) -> None:
     """Their ids are their own, sub-agents are nested, and a user begins when the last has ended."""
     agent = {"t": 1, "type": "subagent", "requests": [{"t": 0.5, "in": 64, "hash_ids": [9]}]}
+    first, last = {"t": 0, "in": 64, "hash_ids": [1]}, {"t": 4, "in": 130, "hash_ids": [1, 2]}
     for name in "abc":
-        conversation(
-            tmp_path / f"{name}.json",
-            {"t": 0, "in": 64, "hash_ids": [1]},
-            agent,
-            {"t": 4, "in": 130, "hash_ids": [1, 2]},
-        )
+        conversation = {"block_size": 64, "requests": [first, agent, last]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(conversation))
     trace = read_trace(tmp_path, users=2)
     assert [request.time for request in trace.requests] == [0, 0, 1.5, 1.5, 4, 4, 4, 5.5, 8]
     assert trace.num_chunks == 9
@@ -206,21 +173,15 @@ def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"timestamp": 1, "input_length": 512, "hash_ids": [1]}\nx\n', "t.jsonl:2: JSON is mal"),
+        (line(512, 1) + "x\n", "t.jsonl:2: JSON is mal"),
+        ("{}\n", "t.jsonl:1: Object missing required field `timestamp`; a line is {"),
+        (line(512, 1, timestamp=-1), "t.jsonl:1: Expected `float` >= 0"),
         (
-            '{"timestamp": 1, "hash_ids": [1]}\n',
-            "t.jsonl:1: Object missing required field `input_length`; a line is {",
-        ),
-        (
-            '{"timestamp": -1, "input_length": 512, "hash_ids": [1]}\n',
-            "t.jsonl:1: Expected `float` >= 0",
-        ),
-        (
-            '\n{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2, 3, 4]}\n',
+            "\n" + line(512, 1, 2, 3, 4),
             "t.jsonl:2: 4 hash_ids for input_length = 512, where --tokens-per-id 512 needs 1; 1",
         ),
         (
-            '{"timestamp": 1, "input_length": 4096, "hash_ids": [1]}\n',
+            line(4096, 1),
             "t.jsonl:1: 1 hash_ids for input_length = 4,096, where --tokens-per-id 512 needs 8; 4",
         ),
         ("", "t.jsonl: holds no request; a line is {"),

@@ -42,17 +42,11 @@ LONG_NAMES = {
 
 def part(kind: type, **given: Any) -> Any:
     """A part of the report with these fields; the others are zero, empty or absent."""
-    for each in fields(kind):
-        if each.name not in given and each.default is each.default_factory is MISSING:
-            of: Any = get_origin(each.type) or each.type
-            empty = (
-                None
-                if of is UnionType
-                else part(of)
-                if hasattr(of, "__dataclass_fields__")
-                else of()
-            )
-            given[each.name] = empty
+    for field in fields(kind):
+        if field.name not in given and field.default is field.default_factory is MISSING:
+            of: Any = get_origin(field.type) or field.type
+            is_part = hasattr(of, "__dataclass_fields__")
+            given[field.name] = part(of) if is_part else None if of is UnionType else of()
     return kind(**given)
 
 
@@ -95,10 +89,10 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
     return _report(
         seconds,
         0,
-        pool=_pool(64),
+        pool=schema.PoolStatus(64 * GIB, 64 * GIB, 64 * GIB, []),
         lanes=[_lane("host", 0)],
         sessions=schema.SessionLimit(1, 1024),
-        events=[_event(1, 0.0, "info", "the pool of 64 GiB is there")],
+        events=[schema.EventStatus(1, START, "info", "the pool of 64 GiB is there")],
     )
 
 
@@ -108,7 +102,7 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
     return _report(
         seconds,
         done,
-        pool=_pool(10),
+        pool=schema.PoolStatus(64 * GIB, 10 * GIB, 64 * GIB, []),
         namespaces=[
             _namespace("aa" * 16, MODEL, done, 40, 30, 1, 0),
             _namespace("bb" * 16, "qwen-2.5-7b", done, 14, 9, 0, 1),
@@ -126,9 +120,9 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
         sessions=schema.SessionLimit(12, 1024),
         leases=7,
         events=[
-            _event(1, 0.0, "info", "the pool of 64 GiB is there"),
-            _event(2, 5.0, "info", "engine llama-70b-0 attached with 4 ranks"),
-            _event(3, 90.0, "warning", "engine llama-70b rank 3 gone; 412 chunks in writing freed"),
+            schema.EventStatus(1, START, "info", "the pool of 64 GiB is there"),
+            schema.EventStatus(2, START + 5, "info", "llama-70b-0 attached with 4 ranks"),
+            schema.EventStatus(3, START + 90, "warning", "412 chunks in writing freed"),
         ],
     )
 
@@ -175,18 +169,8 @@ def changed(report: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]
     return copied
 
 
-def _event(number: int, seconds: float, level: str, text: str) -> schema.EventStatus:
-    return schema.EventStatus(number, START + seconds, level, text)
-
-
-def _pool(free: int) -> Any:
-    return part(
-        schema.PoolStatus, cpu_bytes=64 * GIB, free_bytes=free * GIB, allocated_bytes=64 * GIB
-    )
-
-
 def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state: int) -> Any:
-    ready, writing, draining = (each * GIB for each in bytes_by_state)
+    ready, writing, draining = (gib * GIB for gib in bytes_by_state)
     return part(
         schema.NamespaceStatus,
         id=identity,
@@ -228,12 +212,10 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> Any:
             for at, (kind, rank) in enumerate(sessions)
         ],
         counters=LookupCounts(100 * done, 75 * done, 12_800 * done, 9600 * done),
-        published=_published(30 * done),
+        published=schema.PublishedStatus(
+            kv_events=30 * done, kv_event_snapshots=1, lag_max_seconds=0.012
+        ),
     )
-
-
-def _published(changes: int) -> schema.PublishedStatus:
-    return schema.PublishedStatus(kv_events=changes, kv_event_snapshots=1, lag_max_seconds=0.012)
 
 
 def _lane(device: str, done: int) -> Any:
@@ -316,7 +298,7 @@ def _chunks(done: int) -> dict[str, Any]:
     return counts | {"missed_age": histogram(AGES, 0, 0, 10 * done)}
 
 
-def missed(done: int, each: int = 1) -> dict[str, int]:
-    """`counters.missed`, or the same of chunks with `each` tokens."""
-    found = {"never_seen": 30, "evicted": 10, "being_stored": 6, "refused": 4}
-    return {reason.value: each * done * found.get(reason, 0) for reason in MissReason}
+def missed(done: int, tokens: int = 1) -> dict[str, int]:
+    """`counters.missed`, or the same of chunks with so many `tokens`."""
+    per_second = {"never_seen": 30, "evicted": 10, "being_stored": 6, "refused": 4}
+    return {reason.value: tokens * done * per_second.get(reason, 0) for reason in MissReason}
