@@ -28,7 +28,10 @@ SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
 WHICH = st.integers(0, 1)
 Place = tuple[type, str]
 PLACES: tuple[Place, ...] = (
-    *((Promotion, name) for name in ("get_ended", "_settle", "_take_by_tier", "_get_all", "give_up")),
+    *(
+        (Promotion, name)
+        for name in ("get_ended", "_settle", "_take_by_tier", "_get_all", "give_up")
+    ),
     *((Demotion, name) for name in ("put_ended", "_put")),
     *((Tiering, name) for name in ("_check_liveness", "_update_namespaces", "_apply_scan")),
 )

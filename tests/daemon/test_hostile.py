@@ -162,6 +162,22 @@ def on_tmpfs(nbytes: int) -> int:
 SIZES = (CONTROL_BYTES, *make_layout().storages)
 
 
+@pytest.mark.parametrize("frame", [WIRE.encode(Ping(), 7), WIRE.encode(Step(), 7), b"junk"])
+def test_descriptors_with_another_message_end_that_session(
+    client: RawClient, shared_daemon: Daemon, frame: bytes
+) -> None:
+    """They are closed, and what came before is answered."""
+    client.hello()
+    fd = sealed_file("kvd-test-misplaced", CONTROL_BYTES)
+    request_id = client.request(Ping())
+    client.send(frame, [fd])
+    os.close(fd)
+    assert client.reply()[0] == request_id
+    assert code_of(client.error_at_the_end()) is ErrorCode.BAD_MESSAGE
+    broker = shared_daemon.process.pid
+    eventually(lambda: "/memfd:kvd-test-misplaced (deleted)" not in open_files(broker).values())
+
+
 @pytest.mark.parametrize("make", [loose, on_tmpfs])
 @pytest.mark.parametrize("which", [0, 2])
 def test_memory_that_could_be_shortened_is_refused(
