@@ -19,7 +19,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
+from tests.routers.indexer import NOTHING, DynamoIndexer, Matched, endpoints
 from tests.waiting import PATIENCE, eventually
 
 BLOCK = 4
@@ -80,15 +80,16 @@ _numbers = count(1)  # an instance has one model
 class Worker:
     """An engine's publisher, an instance of the indexer while it is entered."""
 
-    def __init__(self, indexer: DynamoIndexer, endpoint: str, model: str) -> None:
+    def __init__(self, indexer: DynamoIndexer, folder: Path, model: str) -> None:
         self._number = next(_numbers)
         self._model = model
         self._indexer = indexer
-        self._endpoint = endpoint
-        self._sequences = count()
+        folder.mkdir(exist_ok=True)
+        self._endpoint, _ = endpoints(folder, f"worker-{self._number}")
+        self._next_sequence = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._socket.bind(self._endpoint)
 
     def __enter__(self) -> Self:
         self._indexer.register(self._number, self._endpoint, self._model, BLOCK)
@@ -102,14 +103,14 @@ class Worker:
 
     def publish(self, *events: Any, number: int | None = None) -> None:
         """Publish events in one batch, with the next sequence number or this one."""
-        sequence = next(self._sequences) if number is None else number
+        if number is None:
+            number, self._next_sequence = self._next_sequence, self._next_sequence + 1
         payload = msgspec.msgpack.encode(KVEventBatch(TIME, list(events), 0))
-        self._socket.send_multipart([b"kv@engine", sequence.to_bytes(8, "big"), payload])
+        self._socket.send_multipart([b"kv@engine", number.to_bytes(8, "big"), payload])
 
     def skip(self, batches: int) -> None:
         """Leave out sequence numbers, as if so many batches were lost."""
-        for _ in range(batches):
-            next(self._sequences)
+        self._next_sequence += batches
 
     def known(self, **query: str) -> Matched:
         """What the router knows of `PROMPT` when it has taken all that was published.
@@ -121,10 +122,10 @@ class Worker:
             self.publish(stored(tokens[0], medium=medium, token_ids=list(tokens)))
         for tokens in ends:
             eventually(
-                partial(self._indexer.query, tokens, self._model),
-                lambda known: self._number in known,
+                partial(self._indexer.query, self._number, tokens, self._model),
+                lambda known: known != NOTHING,
             )
-        return self._indexer.query(PROMPT, self._model, **query).get(self._number, NOTHING)
+        return self._indexer.query(self._number, PROMPT, self._model, **query)
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +136,9 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]
 
 
 @pytest.fixture
-def endpoints(runtime_dir: Path) -> Callable[[str], str]:
-    """Endpoints of this test, by name."""
-    runtime_dir.mkdir()
-    return lambda name: f"ipc://{runtime_dir}/{name}"
-
-
-@pytest.fixture
-def worker(indexer: DynamoIndexer, endpoints: Callable[[str], str], label: str) -> Iterator[Worker]:
+def worker(indexer: DynamoIndexer, runtime_dir: Path, label: str) -> Iterator[Worker]:
     """A publisher that the indexer hears, the only one of its model."""
-    with Worker(indexer, endpoints("events"), label) as heard:
+    with Worker(indexer, runtime_dir, label) as heard:
         yield heard
 
 
@@ -165,7 +159,7 @@ WINDOW: dict[str, Any] = {
 PICTURE = ("ab" * 32, 0)
 
 FORMS = [
-    # What kvd's connector publishes of memory, of tiers of this node, of shared tiers.
+    # What kvd's connector publishes of tiers of this node, of shared tiers.
     Form("kvd tier", [[stored(11, 12, medium="STORAGE", **KVD)]], blocks(disk=2)),
     Form(
         "kvd shared tier",
@@ -272,13 +266,13 @@ def test_numbers_that_start_again_are_dropped(worker: Worker) -> None:
 
 
 def test_a_registration_anew_takes_numbers_from_the_start(
-    indexer: DynamoIndexer, endpoints: Callable[[str], str], label: str
+    indexer: DynamoIndexer, runtime_dir: Path, label: str
 ) -> None:
     """An engine that was unregistered has no blocks, and may begin at 0 when it is registered."""
-    with Worker(indexer, endpoints("first"), label) as first:
+    with Worker(indexer, runtime_dir, label) as first:
         first.skip(10)
         first.publish(stored(11, 12))
         assert first.known() == blocks(cpu=2)
-    with Worker(indexer, endpoints("second"), label) as second:
+    with Worker(indexer, runtime_dir, label) as second:
         second.publish(stored(11))
         assert second.known() == blocks(cpu=1)
