@@ -14,6 +14,7 @@ from kvd.errors import NotRunning
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Status, StatusReport
 from tests.chaos.shared import Count, Spec, counts
+from tests.processes import children_running
 
 M = TypeVar("M", bound=Message)
 
@@ -31,23 +32,6 @@ USUAL: Config = {
     "drain-seconds": "2",
     "http-listen": "off",
 }
-CHANGES: tuple[Config, ...] = (
-    {},
-    {"cpu-bytes": "3MiB"},
-    {"cpu-bytes": "8MiB", "policy": "lru"},
-    {"policy": "lru"},
-    {"keep-pool": "no"},
-    {"lease-seconds": "1", "ticket-seconds": "0.5"},
-    {"max-queued-jobs": "2"},
-    {"max-queued-bytes": "128KiB"},
-    {"reuse-threshold": "2"},
-    {"max-leases": "3"},
-    {"max-sessions": "12"},
-    {"max-namespaces": "2"},
-    {"log-level": "debug", "log-format": "json"},
-    {"share-between-users": "no"},
-)
-"""What a restart may change of the usual configuration."""
 
 
 class Process:
@@ -56,14 +40,14 @@ class Process:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self, module: str, *arguments: str, **environment: str) -> None:
         """Start the next process."""
         self.starts += 1
         tether = ["-m", "kvd_tools.tether", str(os.getpid())]
         with self.log.open("ab") as sink:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, *tether, module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -75,42 +59,35 @@ class Process:
     @property
     def pid(self) -> int:
         """Of the process that runs or has run last."""
-        assert self._process is not None
-        return self._process.pid
+        assert self.process is not None
+        return self.process.pid
 
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self._process is not None and self._process.poll() is None
+        return self.process is not None and self.process.poll() is None
+
+    def end(self, number: int = 0) -> bool:
+        """Signal it and wait for its end; whether that came in time, without SIGKILL."""
+        if self.process is None or not self.running:
+            return True
+        self.process.send_signal(number)
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_SECONDS)
+            return False
+        return True
 
     @property
     def status(self) -> int | None:
         """With which status it ended."""
-        return None if self._process is None else self._process.returncode
-
-    def end(self, number: int = 0) -> bool:
-        """Signal it and wait for its end; whether that came in time, without SIGKILL."""
-        if self._process is None or not self.running:
-            return True
-        self._process.send_signal(number)
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_SECONDS)
-            return False
-        return True
+        return None if self.process is None else self.process.returncode
 
 
 class Client(Process):
-    """A scheduler or a rank.
-
-    Args:
-        folder: of the run.
-        spec: its engine.
-        rank: None for the scheduler.
-        seed: of its own choices.
-    """
+    """A scheduler, whose rank is None, or a rank."""
 
     def __init__(self, folder: Path, spec: Spec, rank: int | None, seed: int) -> None:
         self.name = spec.name if rank is None else f"{spec.name}-{rank}"
@@ -121,42 +98,32 @@ class Client(Process):
         self._seed = seed
 
     def start(self) -> None:
-        """The next process."""
-        for word in (Count.ATTACHED, Count.RESTS):
-            self.counters[word] = 0
+        """The next process, with choices of its own."""
+        self.counters[Count.ATTACHED] = self.counters[Count.RESTS] = 0
         rank = [] if self.rank is None else [str(self.rank)]
         seed = str(self._seed + self.starts + 1)
         self.launch("tests.chaos.client_process", *self._arguments, seed, *rank)
 
 
 class Daemon(Process):
-    """The daemon as a supervisor has it: there is one, or the next one is on its way.
-
-    Args:
-        folder: of the run.
-        pool_dir: of its pool.
-        environment: what its processes have beside this one's environment.
-    """
+    """The daemon as a supervisor has it: there is one, or the next one is on its way."""
 
     def __init__(self, folder: Path, pool_dir: Path, environment: Mapping[str, str]) -> None:
         super().__init__(folder / "daemon.log")
-        self.config: Config = USUAL
         self.runtime_dir = folder / "run"
-        self._pool_dir = pool_dir
+        self._config = USUAL
+        self._places = {"runtime-dir": str(self.runtime_dir), "pool-dir": str(pool_dir)}
         self._environment = environment
         self._ended_by_us = True
 
     def start(self, change: Config | None = None, *flags: str) -> None:
-        """The next daemon, with the usual configuration but for the change, and these flags."""
+        """The next daemon: as the last one, or as usual but for the change; with these flags."""
         if change is not None:
-            self.config = {**USUAL, **change}
+            self._config = USUAL | change
         self._ended_by_us = False
-        options = self.config | {
-            "runtime-dir": str(self.runtime_dir),
-            "pool-dir": str(self._pool_dir),
-        }
         with self.log.open("ab") as sink:
-            sink.write(f"--- start {self.starts + 1}: {self.config}\n".encode())
+            sink.write(f"--- start {self.starts + 1}: {self._config}\n".encode())
+        options = self._config | self._places
         arguments = [f"--{name}={value}" for name, value in options.items()]
         self.launch("kvd", "serve", *arguments, *flags, **self._environment)
 
@@ -181,7 +148,7 @@ class Daemon(Process):
 
         Where it `may_refuse`, it may have ended with status 1 before it served.
         """
-        if self._process is None or self.running or self._ended_by_us:
+        if self.running or self._ended_by_us:
             return ""
         self._ended_by_us = True
         if may_refuse and self.status == 1 and not self.serves:
@@ -189,7 +156,7 @@ class Daemon(Process):
         return f"the broker ended by itself, with status {self.status}"
 
     def ask(self, message: Message, kind: type[M]) -> M:
-        """A request as an operator's tool makes it.
+        """The reply to a request of an operator's tool.
 
         Raises:
             NotRunning: no answer in time.
@@ -207,7 +174,7 @@ class Daemon(Process):
     def lane_pids(self) -> list[int]:
         """Lanes that run now, found without asking anybody."""
         try:
-            children = psutil.Process(self.pid).children()
-            return [child.pid for child in children if "kvd.lane" in child.cmdline()]
+            lanes = children_running(self.pid, "kvd.lane") if self.running else []
         except psutil.Error:
             return []
+        return [lane.pid for lane in lanes]

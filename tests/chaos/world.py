@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.chaos.processes import Client, Daemon
@@ -19,56 +18,33 @@ from tests.fakecuda.build import NoCompiler, compiler
 POOL_DIR_BYTES = 24 * 2**20  # room for the largest pool of a run, its ledgers, and little more
 SOURCE = Path(__file__).with_name("clock.c")
 FLAGS = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
-YEAR = 365 * 86_400
-JUMPS = (-20 * YEAR, -86_400, -30, -1, 1, 30, 86_400, 20 * YEAR, 79 * YEAR, 100 * YEAR)
-"""Seconds; 32 bits hold 80 years from now."""
 
 
 class WallClock:
-    """How far the clock of the daemons is from the machine's.
-
-    `missing` says why it cannot be moved here, if it cannot.
-    """
+    """How far the daemons' clock is from the machine's; `missing` says why it cannot be moved."""
 
     def __init__(self, folder: Path) -> None:
         self._offset = words(folder / "clock", 1)
         self.missing = ""
         self.environment: dict[str, str] = {}
-        library = folder / "clock.so"
+        library = str(folder / "clock.so")
         try:
-            command = [compiler(), *FLAGS, str(SOURCE), "-o", str(library)]
+            command = [compiler(), *FLAGS, str(SOURCE), "-o", library]
         except NoCompiler as error:
             self.missing = str(error)
             return
         subprocess.run(command, check=True, timeout=60)
-        self.environment = {
-            "LD_PRELOAD": str(library),
-            "KVD_CHAOS_CLOCK": str(folder / "clock"),
-        }
+        self.environment = {"LD_PRELOAD": library, "KVD_CHAOS_CLOCK": str(folder / "clock")}
 
     def jump(self, seconds: int) -> None:
         """From now on the clock is so far ahead of the machine's, or behind it."""
         self._offset[0] = seconds & 0xFFFF_FFFF_FFFF_FFFF
 
-    def __repr__(self) -> str:
-        return f"<WallClock {self._offset[0]}>"
-
 
 class World:
-    """One run.
-
-    Attributes:
-        seed: of the plan.
-        folder, pool_dir: its places; `may_fill` says whether the pool's may be filled to the brim.
-        daemon: the one under test.
-        clients: schedulers and ranks by name.
-        injected: how often each kind was injected; `skipped` says why some were not.
-        violations: in words, all of them.
-        frozen_loads: chunks' shares that were loaded while the broker was frozen.
-    """
+    """One run; the pool's folder may be filled to the brim where `may_fill` says so."""
 
     def __init__(self, seed: int, folder: Path, pool_dir: Path, *, may_fill: bool) -> None:
-        self.seed = seed
         self.folder = folder
         self.pool_dir = pool_dir
         self.may_fill = may_fill
@@ -76,10 +52,9 @@ class World:
         self.daemon = Daemon(folder, pool_dir, self.clock.environment)
         self.phase = phase_word(folder)
         self.injected: Counter[str] = Counter()
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}  # why some kinds were not injected
         self.violations: list[str] = []
-        self.frozen_loads = 0
-        self.now_doing = "nothing yet"
+        self.now_doing = "at the start"
         self.clients: dict[str, Client] = {}
         self._frozen: dict[int, float] = {}  # by pid, since when
         for number, spec in enumerate(SPECS.values()):
@@ -101,9 +76,9 @@ class World:
         """All schedulers."""
         return [client for client in self.clients.values() if client.rank is None]
 
-    def total(self, count: Count, clients: list[Client]) -> int:
+    def total(self, count: Count) -> int:
         """A counter's sum."""
-        return sum(client.counters[count] for client in clients)
+        return sum(client.counters[count] for client in self.clients.values())
 
     def freeze(self, pid: int) -> None:
         """SIGSTOP, if the process is there."""
@@ -143,24 +118,33 @@ class World:
                 return late
             time.sleep(0.02)
 
+    def close(self) -> None:
+        """End every process."""
+        for client in self.clients.values():
+            if client.starts:
+                self.thaw(client.pid)
+                client.end(signal.SIGKILL)
+        self.daemon.end(signal.SIGKILL)
+
 
 @contextmanager
-def place() -> Iterator[tuple[Path, Path, bool]]:
-    """Folders of a run and of its pool, gone with the block; whether the pool's may be filled."""
-    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
-    pool_dir = folder / "pool"
-    pool_dir.mkdir()
-    mounted = _mount(pool_dir)
-    if not mounted:
-        pool_dir.rmdir()
-        pool_dir = Path(tempfile.mkdtemp(prefix="kvd-chaos-", dir="/dev/shm"))
-    try:
-        yield folder, pool_dir, mounted
-    finally:
+def made(seed: int) -> Iterator[World]:
+    """A world in folders of its own, which go with the block."""
+    with ExitStack() as stack:
+        # Socket paths are short.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp")))
+        pool_dir = folder / "pool"
+        pool_dir.mkdir()
+        mounted = _mount(pool_dir)
         if mounted:
-            subprocess.run(["umount", "--lazy", str(pool_dir)], check=False, timeout=30)
-        shutil.rmtree(pool_dir, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
+            umount = ["umount", "--lazy", str(pool_dir)]
+            stack.callback(subprocess.run, umount, check=False, timeout=30)
+        else:
+            other = tempfile.TemporaryDirectory(prefix="kvd-chaos-", dir="/dev/shm")
+            pool_dir = Path(stack.enter_context(other))
+        world = World(seed, folder, pool_dir, may_fill=mounted)
+        stack.callback(world.close)
+        yield world
 
 
 def _mount(where: Path) -> bool:
