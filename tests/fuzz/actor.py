@@ -23,8 +23,7 @@ from kvd_proto.messages import (
     Status,
     Step,
 )
-from tests.fuzz.script import Act
-from tests.fuzz.target import Finding
+from tests.fuzz.script import Act, Finding
 from tests.raw_client import RawClient, RawConnection
 
 PROMPT = (Hello, Ping, Status, Step)
@@ -32,11 +31,7 @@ PROMPT = (Hello, Ping, Status, Step)
 
 
 class Line:
-    """One connection, with what is owed on it; `end_is_explained`: an Error comes before its end.
-
-    Raises:
-        OSError, EOFError: the daemon lets nobody in now.
-    """
+    """One connection, with what is owed on it; its end is explained if an Error comes before."""
 
     def __init__(self, connection: RawConnection, *, end_is_explained: bool) -> None:
         self.connection = connection
@@ -116,22 +111,24 @@ class Actor:
 
     def send(self, step: Act, frame: bytes) -> bool:
         """Send what a step says, with descriptors of these kinds; return whether it could."""
-        if step.where == "lane" and self._endpoint and self._is_over("lane"):
-            with contextlib.suppress(OSError, EOFError):
-                # An earlier connection ends without a word where a later one joins.
-                lane = RawConnection(self._endpoint)
-                self._lines["lane"] = Line(lane, end_is_explained=False)
-        if self._is_over(step.where):
+        line = self._line(step.where)
+        if line is None:
             return False
-        line = self._lines[step.where]
         with ExitStack() as stack:
             fds = [_open(kind, line.connection.fileno(), stack) for kind in step.fds]
             with contextlib.suppress(OSError):  # too many are under way
                 line.send(frame, fds[:MAX_DESCRIPTORS], bare=step.bare)
         return True
 
-    def _is_over(self, where: str) -> bool:
-        return where not in self._lines or self._lines[where].ended
+    def _line(self, where: str) -> Line | None:
+        """The connection, which is made anew to a lane; None where it has ended."""
+        line = self._lines.get(where)
+        if where == "lane" and self._endpoint and (line is None or line.ended):
+            with contextlib.suppress(OSError, EOFError):
+                # An earlier connection ends without a word where a later one joins.
+                line = Line(RawConnection(self._endpoint), end_is_explained=False)
+                self._lines[where] = line
+        return None if line is None or line.ended else line
 
     def receive(self, where: str, seconds: float) -> Message | None:
         """Return the next message from there; see `Line.receive`."""
@@ -149,31 +146,30 @@ class Actor:
 
 def _open(kind: str, own: int, stack: ExitStack) -> int:
     """One descriptor; what belongs to it is closed with the stack."""
-    if kind == "own connection":
-        return own
-    if kind == "socket":
-        pair = socket.socketpair()
-        for end in pair:
-            stack.enter_context(end)
-        return pair[0].fileno()
-    if kind == "write-only":
-        whole, path = tempfile.mkstemp()
-        stack.callback(os.close, whole)
-        os.ftruncate(whole, 65536)
-        fd = os.open(path, os.O_WRONLY)
-        Path(path).unlink()
-    elif kind == "pipe":
-        fd, other = os.pipe()
-        stack.callback(os.close, other)
-    elif kind == "event":
-        fd = os.eventfd(0)
-    elif kind.startswith("mem:"):
-        fd = sealed_file("fuzz", int(kind.partition(":")[2]))
-    elif kind.startswith("loose:"):
-        fd = os.memfd_create("fuzz")
-        os.ftruncate(fd, int(kind.partition(":")[2]))
-    else:
-        path = {"null": os.devnull, "zero": "/dev/zero", "folder": "/"}[kind]
-        fd = os.open(path, os.O_RDONLY)
+    name, _, size = kind.partition(":")
+    match name:
+        case "own connection":
+            return own
+        case "socket":
+            pair = socket.socketpair()
+            for end in pair:
+                stack.enter_context(end)
+            return pair[0].fileno()
+        case "write-only":
+            fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_WRONLY)
+            os.ftruncate(fd, 65536)
+        case "pipe":
+            fd, other = os.pipe()
+            stack.callback(os.close, other)
+        case "event":
+            fd = os.eventfd(0)
+        case "mem":
+            fd = sealed_file("fuzz", int(size))
+        case "loose":
+            fd = os.memfd_create("fuzz")
+            os.ftruncate(fd, int(size))
+        case _:
+            path = {"null": os.devnull, "zero": "/dev/zero", "folder": "/"}[kind]
+            fd = os.open(path, os.O_RDONLY)
     stack.callback(os.close, fd)
     return fd

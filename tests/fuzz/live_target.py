@@ -4,11 +4,13 @@ import contextlib
 import json
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvd_proto.codec import HEADER_BYTES, MAGIC
 from kvd_proto.errors import DecodeError
@@ -25,12 +27,12 @@ from kvd_proto.messages import (
     Status,
     StatusReport,
 )
-from tests.daemon.serving import Daemon, left_over, started_daemons
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.serving import left_over, started_daemons
 from tests.fuzz.actor import Actor
-from tests.fuzz.neighbour import Neighbour
-from tests.fuzz.script import Act, Marks, Script
-from tests.fuzz.target import Finding
+from tests.fuzz.script import Act, Finding, Marks, Script
 from tests.raw_client import RawClient
+from tests.waiting import PATIENCE
 
 REPLY_SECONDS = 0.03
 REGISTER_SECONDS = 0.3
@@ -40,29 +42,72 @@ MOMENT_SECONDS = 0.005
 NEWS_SECONDS = 1.2  # the lane's figures in the report are half a second old
 POOL = "32MiB"
 RSS_SLACK_BYTES = 128 * 2**20
+REGISTER = next(tag for tag, kind in TAGS.items() if kind is Register).to_bytes(2, "little")
+KEYS, BATCH = 48, 6  # of the neighbour
+
+
+class Neighbour:
+    """An honest engine that stores and loads all the while, and looks at every byte.
+
+    What others do may cost it hits, never a wrong byte. While somebody has `turn` it holds nothing
+    in the daemon: no lease, no job.
+    """
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.verified_bytes = 0
+        self.wrong = 0
+        self.error = ""
+        self.turn = threading.Lock()
+        self._engine = Engine(runtime_dir, name="neighbour", world_size=1, model="neighbour")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="neighbour")
+
+    def __enter__(self) -> Self:
+        self._engine.wait_attached()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(PATIENCE)
+        self._engine.close()
+
+    def _run(self) -> None:
+        keys = keys_of("neighbour", KEYS)
+        try:
+            for first in count(0, BATCH):
+                if self._stop.wait(MOMENT_SECONDS):
+                    return
+                batch = keys[first % KEYS :][:BATCH]
+                with self.turn:
+                    self._engine.store(batch, must=False)
+                    loaded, wrong = self._engine.load(batch)
+                self.wrong += wrong
+                self.verified_bytes += loaded * 2 * 2 * 4096
+        except Exception as error:  # noqa: BLE001  # told by whoever looks
+            self.error = repr(error)
 
 
 class LiveTarget:
-    """A daemon, which ends with the stack; see `Play`."""
+    """A daemon, which ends with the stack."""
 
     def __init__(self, runtime_dir: Path, stack: ExitStack) -> None:
         self._runtime_dir = runtime_dir
         self._log_read = 0
         start = stack.enter_context(started_daemons(runtime_dir))
-        self.daemon: Daemon = start("--log-level", "warning", cpu_bytes=POOL)
-        self._tool = RawClient(runtime_dir)
-        stack.callback(self._tool.close)
+        self._daemon = start("--log-level", "warning", cpu_bytes=POOL)
+        self._tool = stack.enter_context(RawClient(runtime_dir))
         self._tool.hello("tool", "fuzz")
         self.neighbour = stack.enter_context(Neighbour(runtime_dir))
         self._lane = self._status()["lanes"][0]["pid"]
         self._before: dict[str, int] | None = None
         with self.neighbour.turn:
-            self._before = self._held(self._quiet())
+            self._before = self._resources(self._quiet())
 
     # ------------------------------------------------------------------ play
 
     def play(self, script: Script) -> None:
-        """The daemon is asked after every script, for leaks by `look`."""
+        """Play a script; afterwards the daemon must be as it was, but for leaks: see `look`."""
         marks = Marks()
         actors: dict[int, Actor] = {}
         try:
@@ -71,54 +116,43 @@ class LiveTarget:
         finally:
             for actor in actors.values():
                 actor.close()
-        self.alive()
+        self._check_alive()
 
     def _do(self, step: Act, actors: dict[int, Actor], marks: Marks) -> None:
-        if step.where in ("open", "close"):
-            old = actors.pop(step.actor, None)
-            if old is not None:
-                old.close()
+        actor = actors.get(step.actor)
+        if step.where == "time":
+            time.sleep(MOMENT_SECONDS)
+        elif step.where in ("open", "close"):
+            if actor is not None:
+                actors.pop(step.actor).close()
             if step.where == "open":
                 with contextlib.suppress(OSError, EOFError):
                     actors[step.actor] = Actor(self._runtime_dir)
-            return
-        if step.where == "time":
-            time.sleep(MOMENT_SECONDS)
-            return
-        actor = actors.get(step.actor)
-        if actor is None:
-            return
-        frame = step.frame if step.bare else marks.resolve(step.frame)
-        if actor.send(step, frame):
-            _learn(step, frame, actor, marks)
+        elif actor is not None:
+            frame = step.frame if step.bare else marks.resolve(step.frame)
+            if actor.send(step, frame):
+                _learn(step, frame, actor, marks)
 
     # ------------------------------------------------------------------ look
 
-    def alive(self) -> None:
-        """The broker answers, in the process that it was.
-
-        Raises:
-            Finding: it does not, or the neighbour fails.
-        """
-        if self.daemon.process.poll() is not None:
-            raise Finding(f"the daemon has ended: {self.daemon.process.returncode}")
+    def _check_alive(self) -> None:
+        """The broker answers, in the process that it was, and the neighbour does not fail."""
+        status = self._daemon.process.poll()
+        if status is not None:
+            raise Finding(f"the daemon has ended: {status}")
         if not isinstance(self._ask(Ping()), Pong):
             raise Finding("a PING is not answered by a PONG")
         if self.neighbour.wrong:
             raise Finding(f"{self.neighbour.wrong} wrong bytes were loaded")
         if self.neighbour.error:
             raise Finding(f"the neighbour fails: {self.neighbour.error}")
-        log = self.daemon.log.read_text(encoding="utf-8", errors="replace")
+        log = self._daemon.log.read_text(encoding="utf-8", errors="replace")
         new, self._log_read = log[self._log_read :], len(log)
         if "Traceback" in new:
             raise Finding(f"the log has a traceback: {new[-4000:]}")
 
     def look(self) -> None:
-        """All is quiet; the lane is the one that it was, and nothing is left of anybody.
-
-        Raises:
-            Finding: with what is left.
-        """
+        """All is quiet; the lane is the one that it was, and nothing is left of anybody."""
         with self.neighbour.turn:
             self._ask(Resume())
             self._ask(Clear())
@@ -126,12 +160,12 @@ class LiveTarget:
         lane = status["lanes"][0]
         if len(status["lanes"]) != 1 or lane["counters"]["restarts"] or lane["pid"] != self._lane:
             raise Finding(f"the lane is not what it was: {lane}")
-        self.alive()
+        self._check_alive()
 
     def _quiet(self) -> dict[str, Any]:
         """The status once nobody but this tool and the neighbour is there and holds anything."""
-        end = time.monotonic() + QUIET_SECONDS
         since = time.monotonic()
+        end = since + QUIET_SECONDS
         while True:
             status = self._status()
             left = self._left(status)
@@ -146,34 +180,29 @@ class LiveTarget:
 
     def _left(self, status: dict[str, Any]) -> dict[str, Any]:
         """What is more than there should be when all is quiet."""
-        lane = status["lanes"][0]
+        spaces = [space for space in status["namespaces"] if space["model"] != "neighbour"]
         figures = {
             **left_over(status),
             "sessions": status["sessions"]["open"] - 3,
             "engines": len(status["engines"]) - 1,
-            "workers": lane["workers"] - 1,
-            "lent": sum(
-                space["chunks"]["lent"]
-                for space in status["namespaces"]
-                if space["model"] != "neighbour"
-            ),
+            "workers": status["lanes"][0]["workers"] - 1,
+            "lent": sum(space["chunks"]["lent"] for space in spaces),
         }
         if self._before is not None:
-            held = self._held(status)
-            figures |= {name: max(0, held[name] - self._before[name]) for name in held}
+            resources = self._resources(status)
+            figures |= {name: max(0, resources[name] - self._before[name]) for name in resources}
         return {name: value for name, value in figures.items() if value}
 
-    def _held(self, status: dict[str, Any]) -> dict[str, int]:
+    def _resources(self, status: dict[str, Any]) -> dict[str, int]:
         """Descriptors, mappings and memory of both processes, less what namespaces account for."""
-        broker = Path(f"/proc/{self.daemon.process.pid}")
+        broker = Path(f"/proc/{self._daemon.process.pid}")
         lane = Path(f"/proc/{status['lanes'][0]['pid']}")
         slack = 0 if self._before is None else RSS_SLACK_BYTES
-        maps = (lane / "maps").read_text()
         return {
             # A directory is a descriptor and the broker's mapping's own.
             "descriptors": _descriptors(broker) - 2 * len(status["namespaces"]),
             "lane's descriptors": _descriptors(lane),
-            "lane's mappings": maps.count("memfd:fuzz"),
+            "lane's mappings": (lane / "maps").read_text().count("memfd:fuzz"),
             "memory": max(0, _memory(broker) - slack),
             "lane's memory": max(0, _memory(lane) - slack),
         }
@@ -212,15 +241,12 @@ def play_live(script: Script) -> None:
 
 def _learn(step: Act, frame: bytes, actor: Actor, marks: Marks) -> None:
     """Wait a moment for what the daemon says to a step, if it must; some comes much later."""
-    seconds = REGISTER_SECONDS if frame[6:8] == _REGISTER else REPLY_SECONDS
+    seconds = REGISTER_SECONDS if frame[6:8] == REGISTER else REPLY_SECONDS
     wait = not step.bare and len(frame) >= HEADER_BYTES and frame.startswith(MAGIC)
     message = actor.receive(step.where, seconds if wait else 0.0)
     while message is not None:
         marks.learn(step.actor, message)
         message = actor.receive(step.where, 0.0)
-
-
-_REGISTER = next(tag for tag, kind in TAGS.items() if kind is Register).to_bytes(2, "little")
 
 
 def _descriptors(process: Path) -> int:
@@ -229,5 +255,5 @@ def _descriptors(process: Path) -> int:
 
 def _memory(process: Path) -> int:
     """Resident memory of its own, without what it shares."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"^RssAnon:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0

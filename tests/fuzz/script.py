@@ -3,9 +3,11 @@
 What only a running daemon knows (lanes' tokens, slots) stands in the frames as a mark;
 `Marks.resolve` puts the real thing there when a frame is sent. So a file of frames can be played
 against any daemon, and a mutation that hits a mark makes a wrong token, a wrong slot.
+
+A function that plays a script raises `Finding` on a fault.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -43,29 +45,32 @@ def token_mark(actor: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One thing that somebody does.
-
-    Attributes:
-        actor: who; each has a session, and a connection to a lane once there is one.
-        where: the connection; "open" and "close" are the session's, "time" passes `actor` seconds.
-        frame: a message; empty for none.
-        fds: descriptors that go along, by what they are: "mem:4096", "pipe", ...
-        bare: the frame's bytes are sent as they are, and are no message.
-    """
+    """One step of an actor, who has a session, and a connection to a lane once there is one."""
 
     actor: int
-    where: Where
-    frame: bytes = b""
-    fds: tuple[str, ...] = ()
-    bare: bool = False
+    where: Where  # "open" and "close" are the session's, "time" passes `actor` seconds
+    frame: bytes = b""  # a message; empty for none
+    fds: tuple[str, ...] = ()  # descriptors that go along, by what they are: "mem:4096", "pipe"
+    bare: bool = False  # the frame's bytes are sent as they are, and are no message
 
 
 Script = tuple[Act, ...]
+Play = Callable[[Script], None]
 
 
-def request(actor: int, where: Where, message: Message, request_id: int) -> Act:
+class Finding(Exception):
+    """A script has shown a fault: a crash, or a leak where `leak` is set."""
+
+    def __init__(self, text: str, *, leak: bool = False) -> None:
+        super().__init__(text)
+        self.leak = leak
+
+
+def request(
+    actor: int, where: Where, message: Message, request_id: int, fds: tuple[str, ...] = ()
+) -> Act:
     """A valid frame."""
-    return Act(actor, where, WIRE.encode(message, request_id))
+    return Act(actor, where, WIRE.encode(message, request_id), fds)
 
 
 @dataclass(slots=True)
@@ -93,12 +98,10 @@ class Marks:
             header, message = WIRE.decode(frame)
         except DecodeError:
             return frame
-        real = self._body(message)
-        if real is message:
-            return frame
-        return WIRE.encode(real, header.request_id)
+        real = self._real(message)
+        return frame if real is message else WIRE.encode(real, header.request_id)
 
-    def _body(self, message: Message) -> Message:
+    def _real(self, message: Message) -> Message:
         match message:
             case Join(token=token) if token in self.tokens:
                 return Join(token=self.tokens[token])
@@ -119,8 +122,10 @@ class Marks:
 
 
 def _real(marks: IntArray, first: int, values: Sequence[int]) -> IntArray:
-    found = marks.numpy().tolist()
-    real = [values[v - first] if 0 <= v - first < len(values) else v for v in found]
+    real = [
+        values[mark - first] if 0 <= mark - first < len(values) else mark
+        for mark in marks.numpy().tolist()
+    ]
     return IntArray.of(real, marks.dtype)
 
 

@@ -2,14 +2,13 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from kvd_proto.jobs import CONTROL_BYTES, IntArray, JobBlocks
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.layout import GroupSpec, RankLayout, TensorSpec
 from kvd_proto.messages import (
     LABEL_ONLY,
     PROTOCOL_VERSION,
@@ -39,12 +38,13 @@ from kvd_proto.messages import (
     Wait,
 )
 from tests.fuzz.script import GENERATION, NAMESPACE, SLOT, Act, Script, Where, request, token_mark
+from tests.layouts import flat_layout
 
 NAMES = 4  # engines, and models, that one run knows
 
 
 class _Session:
-    """Collects steps; request ids count up. Actors' numbers begin at `base`."""
+    """Steps of actors whose numbers begin at `base`; request ids count up."""
 
     def __init__(self, rng: random.Random, base: int) -> None:
         self.rng = rng
@@ -55,8 +55,7 @@ class _Session:
     def ask(
         self, actor: int, message: Message, where: Where = "broker", fds: tuple[str, ...] = ()
     ) -> None:
-        step = request(self.base + actor, where, message, next(self._ids))
-        self.steps.append(replace(step, fds=fds))
+        self.steps.append(request(self.base + actor, where, message, next(self._ids), fds))
 
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
         self.steps.append(Act(self.base + actor, "open"))
@@ -100,18 +99,9 @@ class _Engine(_Session):
         """On every rank."""
         blocks = range(1, 1 + chunks * self.layout.blocks_per_chunk)  # block 0 is the null block
         others = [0] * (len(self.layout.groups) - 1)
-        message = kind(
-            job=number,
-            blocks=JobBlocks.of(
-                blocks,
-                [len(blocks), *others],
-                [0, *others],
-                *self.given(chunks),
-            ),
-            after=0,
-            deadline_ms=5000,
-            **({"word": 1} if kind is Store else {}),
-        )
+        arrays = JobBlocks.of(blocks, [len(blocks), *others], [0, *others], *self.given(chunks))
+        word = {"word": 1} if kind is Store else {}
+        message = kind(job=number, blocks=arrays, after=0, deadline_ms=5000, **word)
         for rank in self.ranks:
             self.ask(1 + rank, message, "lane")
 
@@ -158,26 +148,15 @@ def random_layout(rng: random.Random) -> RankLayout:
     """One of the kinds of memory that engines have, small."""
     blocks, factor = rng.choice([17, 32]), rng.choice([1, 1, 2, 4])
     page, tensors = rng.choice([512, 4096, 8192]), rng.choice([1, 2, 3])
-    one_storage = rng.random() < 0.3
-    refs = tuple(TensorRef(i, page) for i in range(tensors))
-    groups = [GroupSpec(refs, 16)]
+    layout = flat_layout(*[page] * tensors, blocks=blocks, factor=factor)
+    if rng.random() < 0.3:
+        specs = tuple(TensorSpec(0, i * blocks * page, page, page) for i in range(tensors))
+        layout = replace(layout, storages=(sum(layout.storages),), tensors=specs)
     if rng.random() < 0.4:
-        groups.append(GroupSpec(refs[-1:], 16, "window", 64))
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=factor,
-        hash_block_size=16,
-        storages=(blocks * page * tensors,) if one_storage else (blocks * page,) * tensors,
-        tensors=tuple(
-            TensorSpec(0, i * blocks * page, page, page)
-            if one_storage
-            else TensorSpec(i, 0, page, page)
-            for i in range(tensors)
-        ),
-        groups=tuple(groups),
-        replicated=rng.random() < 0.2,
-        null_block=rng.choice([None, 0, blocks - 1]),
-    )
+        window = GroupSpec(layout.groups[0].refs[-1:], 16, "window", 64)
+        layout = replace(layout, groups=(*layout.groups, window))
+    replicated, null_block = rng.random() < 0.2, rng.choice([None, 0, blocks - 1])
+    return replace(layout, replicated=replicated, null_block=null_block)
 
 
 def engine_session(rng: random.Random, base: int = 0) -> Script:
