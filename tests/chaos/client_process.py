@@ -10,10 +10,9 @@ back at once. A rank does what it is told, and looks at every byte.
 import random
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -51,6 +50,8 @@ from tests.chaos.shared import (
     post,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SLACK_SECONDS = 15.0  # a busy machine may keep a process from running for so long
 DEADLINE = 1.0
 CLOSE_SECONDS = 2.5
@@ -80,14 +81,13 @@ class Member:
         self.mailbox = mailbox(folder, name)
         self.mailbox.settimeout(nap)
 
-    @contextmanager
-    def timed(self, call: str, seconds: float = 0.0) -> Iterator[None]:
-        """Complain where a call takes longer, save for time that the process was frozen."""
+    def timed(self, seconds: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call; complain where that takes longer, save for time that the process was frozen."""
         self.counters[Count.CALLS] += 1
         frozen = self.counters[Count.STOPPED_NS]
         began = time.monotonic()
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
             away = (self.counters[Count.STOPPED_NS] - frozen) / 1e9
             took = time.monotonic() - began - away
@@ -107,10 +107,9 @@ class Conductor(Member):
     def __init__(self, folder: Path, runtime_dir: Path, engine: str, seed: int) -> None:
         super().__init__(folder, engine, engine, seed, NAP_SECONDS)
         self._pinned: list[LoadTicket] = []  # while it is told to pin
-        with self.timed("Scheduler()", DEADLINE):
-            self._scheduler = Scheduler(
-                runtime_dir, engine, deadline=DEADLINE, steps=self.spec.steps
-            )
+        self._scheduler = self.timed(
+            DEADLINE, Scheduler, runtime_dir, engine, deadline=DEADLINE, steps=self.spec.steps
+        )
 
     def run(self) -> None:
         """Until the run ends."""
@@ -125,8 +124,7 @@ class Conductor(Member):
                 continue
             self.counters[Count.RESTS] = 0
             self._turn()
-        with self.timed("Scheduler.close", CLOSE_SECONDS + DEADLINE):
-            self._scheduler.close()
+        self.timed(CLOSE_SECONDS + DEADLINE, self._scheduler.close)
 
     def _turn(self) -> None:
         if self.counters[Count.PIN]:
@@ -142,41 +140,33 @@ class Conductor(Member):
         elif chance < 0.92:
             self._load(group, keys)
         elif chance < 0.99:
-            with self.timed("lookup_many"):
-                self._scheduler.lookup_many(keys)
-            with self.timed("request_finished"):
-                self._scheduler.request_finished(keys)
+            self.timed(0.0, self._scheduler.lookup_many, keys)
+            self.timed(0.0, self._scheduler.request_finished, keys)
         elif chance < 0.995:
-            with self.timed("status", DEADLINE):
-                self._scheduler.status()
+            self.timed(DEADLINE, self._scheduler.status)
         else:
-            with self.timed("reset", DEADLINE):
-                self._scheduler.reset()
+            self.timed(DEADLINE, self._scheduler.reset)
         self._end_step()
         if not self._scheduler.attached:
             time.sleep(NAP_SECONDS)
 
     def _end_step(self) -> None:
         if self.spec.steps:
-            with self.timed("end_step"):
-                self._scheduler.end_step()
-        with self.timed("take_changes"):
-            self._scheduler.take_changes()
+            self.timed(0.0, self._scheduler.end_step)
+        self.timed(0.0, self._scheduler.take_changes)
 
     # ------------------------------------------------------------- transfers
 
     def _store(self, group: int, keys: list[bytes]) -> None:
         attachment = self._scheduler._attachments.current
-        with self.timed("prepare_store"):
-            ticket = self._scheduler.prepare_store(keys)
+        ticket = self.timed(0.0, self._scheduler.prepare_store, keys)
         self._note(attachment, ticket)
         if not ticket.keys or self.random.random() < FORGETFUL:
             return
         success = self._order("store", group, ticket)
         if self.random.random() < FORGETFUL:
             return
-        with self.timed("complete_store"):
-            self._scheduler.complete_store(ticket.keys, success=success)
+        self.timed(0.0, self._scheduler.complete_store, ticket.keys, success=success)
 
     def _note(self, attachment: Attachment | None, ticket: StoreTicket) -> None:
         """Write down which slots were given, if it is certain whose they are."""
@@ -188,26 +178,23 @@ class Conductor(Member):
             file.write(b"".join(GIVEN.pack(*daemon, *slot) for slot in given))
 
     def _load(self, group: int, keys: list[bytes]) -> None:
-        with self.timed("prepare_load"):
-            ticket = self._scheduler.prepare_load(keys, LEASE_SECONDS)
+        ticket = self.timed(0.0, self._scheduler.prepare_load, keys, LEASE_SECONDS)
         if ticket.keys:
             self._order("load", group, ticket)
         if self.random.random() >= FORGETFUL:
-            with self.timed("complete_load"):
-                self._scheduler.complete_load(ticket)
+            self.timed(0.0, self._scheduler.complete_load, ticket)
 
     def _pin(self) -> None:
         """Take leases over all that is there; keep them, or leave it to time to end them."""
         for group in range(GROUPS):
-            with self.timed("prepare_load"):
-                ticket = self._scheduler.prepare_load(self.spec.keys(group), LEASE_SECONDS)
+            keys = self.spec.keys(group)
+            ticket = self.timed(0.0, self._scheduler.prepare_load, keys, LEASE_SECONDS)
             if self.counters[Count.PIN] != PIN_AND_FORGET:
                 self._pinned.append(ticket)
 
     def _unpin(self) -> None:
         while self._pinned:
-            with self.timed("complete_load"):
-                self._scheduler.complete_load(self._pinned.pop())
+            self.timed(0.0, self._scheduler.complete_load, self._pinned.pop())
 
     def _order(
         self, way: Literal["store", "load"], group: int, ticket: StoreTicket | LoadTicket
@@ -323,15 +310,12 @@ class Rank(Member):
             self._close(self._worker)
 
     def _close(self, worker: Worker) -> None:
-        with self.timed("Worker.close", CLOSE_SECONDS + 2 * DEADLINE):
-            worker.close()
+        self.timed(CLOSE_SECONDS + 2 * DEADLINE, worker.close)
 
     def _turn(self, worker: Worker) -> None:
         self.counters[Count.ATTACHED] = worker.attached and worker.registered
         if self._overdue:  # loads that have ended by now give their blocks back
-            with self.timed("get_finished"):
-                results = worker.get_finished()
-            self._ended({result.job_id for result in results})
+            self._ended({result.job_id for result in self.timed(0.0, worker.get_finished)})
         self.counters[Count.RESTS] = not self._overdue
         try:
             order = msgspec.json.decode(self.mailbox.recv(LARGEST), type=Order)
@@ -350,14 +334,11 @@ class Rank(Member):
     def _register(self) -> Worker | None:
         """A new worker; None where the daemon refuses, which a second try may mend."""
         spec = self.spec
-        with self.timed("Worker()", DEADLINE):
-            worker = Worker(self._runtime_dir, spec.name, self.rank, spec.ranks, deadline=DEADLINE)
-        fingerprint = Fingerprint(model=spec.model)
+        identity = self._runtime_dir, spec.name, self.rank, spec.ranks
+        worker = self.timed(DEADLINE, Worker, *identity, deadline=DEADLINE)
+        memory = self._memory.storages, spec.layout, Fingerprint(model=spec.model)
         try:
-            with self.timed("Worker.register", REGISTER_SECONDS):
-                worker.register(
-                    self._memory.storages, spec.layout, fingerprint, timeout=REGISTER_SECONDS
-                )
+            self.timed(REGISTER_SECONDS, worker.register, *memory, timeout=REGISTER_SECONDS)
         except RegistrationError as error:
             print(f"refused: {error}", file=sys.stderr, flush=True)
             self._close(worker)
@@ -376,15 +357,11 @@ class Rank(Member):
         sizes = [0] * GROUPS
         sizes[order.group] = len(blocks)
         arrays = JobBlocks.of(blocks, sizes, [0] * GROUPS, order.slots, order.generations)
-        with self.timed(f"submit_{order.way}"):
-            worker.submit(Store if order.way == "store" else Load, job, arrays)
+        self.timed(0.0, worker.submit, Store if order.way == "store" else Load, job, arrays)
         if order.cancel:
-            with self.timed("cancel"):
-                worker.cancel([job])
-        with self.timed("wait", order.patience):
-            unfinished = worker.wait([job], order.patience)
-        with self.timed("get_finished"):
-            results = {result.job_id: result for result in worker.get_finished()}
+            self.timed(0.0, worker.cancel, [job])
+        unfinished = self.timed(order.patience, worker.wait, [job], order.patience)
+        results = {result.job_id: result for result in self.timed(0.0, worker.get_finished)}
         if job in unfinished and job not in results:
             self._overdue[job] = blocks
         if unfinished - {job} or (order.way == "store" and job in unfinished):

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tests.chaos.processes import Client, Config
 from tests.chaos.shared import Count
-from tests.chaos.world import World
+from tests.chaos.world import Client, Config, World
 
 T = TypeVar("T")
 MOST_AT_ONCE = 3

@@ -10,7 +10,7 @@ from kvd_proto.codec import REQUESTS, WIRE
 from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import TAGS, Join, Message, Register, Store
 from tests.broker.brokers import DrivenBroker, lane_ready, make_broker
-from tests.fuzz.script import Act, Finding, Marks, Script
+from tests.fuzz.sessions import Act, Finding, Marks, Script
 
 POOL = 64 * 4096
 QUIET_SECONDS = 60

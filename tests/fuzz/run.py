@@ -20,7 +20,7 @@ from tests import long_runs
 from tests.fuzz.core_target import play_core
 from tests.fuzz.live_target import LiveTarget, live_target, play_live
 from tests.fuzz.mutate import random_script
-from tests.fuzz.script import Case, Finding, Play, Script
+from tests.fuzz.sessions import Case, Finding, Play, Script
 from tests.long_runs import Report, command_line
 
 FOLDER = Path("build/fuzz")

@@ -6,9 +6,7 @@ the sets of chunks that `Scheduler.take_changes` returned, in memory and in tier
 tiers it requests promotions of some of what it uses.
 """
 
-import faulthandler
 import random
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -164,7 +162,6 @@ def run_engine(pipe: Connection, folder: Path, spec: Spec, seed: int) -> None:
     """Run one engine in this process until its pipe ends it."""
     with (folder / f"{spec.name}.log").open("a") as log:
         sys.stdout = sys.stderr = log
-        faulthandler.register(signal.SIGUSR1, log)
         layout = make_layout(blocks=BLOCKS)
         run = folder / "run"
         with Engine(

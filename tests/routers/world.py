@@ -1,6 +1,5 @@
 """A daemon, four engines that publish, and routers that read what they publish."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,7 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kvd_proto.changes import HEAD_AT
-from tests.chaos.processes import Config, Daemon
+from tests.chaos.world import Config, Daemon
 from tests.daemon.serving import finding_doubles
 from tests.daemon.slots import directory_fd
 from tests.events.expected import Expected, Indexes, held, held_below
@@ -87,12 +86,6 @@ class EngineProcess:
     def _answer(self) -> object:
         assert self._pipe.poll(PATIENCE), f"{self.spec.name} does not answer"
         return self._pipe.recv()
-
-    def stacks(self) -> str:
-        """Return where its threads are, for an error."""
-        os.kill(self.pid, signal.SIGUSR1)
-        log = self._folder / f"{self.spec.name}.log"
-        return eventually(log.read_text, lambda text: "Current thread" in text)
 
     def end(self, *, kill: bool = False) -> None:
         """End its process, in order or by SIGKILL."""
@@ -269,17 +262,8 @@ class World:
 
         made = 0
         while made < changes:
-            try:
-                made = eventually(fewest, made.__lt__)
-            except AssertionError as error:
-                raise AssertionError(f"{made} of {changes} changes; {self._state()}") from error
+            made = eventually(fewest, made.__lt__)
         self.changes += sum(self.heads().values()) - sum(before.values())
-
-    def _state(self) -> str:
-        """Return what the daemon says, and where engines are, for an error."""
-        report = eventually(self.daemon.report)
-        said = {name: report[name] for name in ("engines", "lanes", "namespaces")}
-        return "\n".join([json.dumps(said), *(engine.stacks() for engine in self.running())])
 
     def fill_tiers(self) -> None:
         """Wait until chunks of each model lie in the tier, where there is one.
