@@ -4,11 +4,11 @@ Events are vLLM's own structures, encoded as vLLM's publisher encodes them. Each
 states what is published and what the router knows of `PROMPT` then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -28,7 +28,6 @@ PROMPT = range(1, 25)  # blocks 11 to 16
 FIRST = 11
 MARKER = 1_000_000  # first token, and hash, of the first marker: see `Worker.known`
 MEDIA = ("GPU", "CPU", "STORAGE")
-Batch = Sequence[Any]
 
 
 def tokens_of(block: int) -> list[int]:
@@ -142,15 +141,6 @@ def worker(indexer: DynamoIndexer, runtime_dir: Path, label: str) -> Iterator[Wo
         yield heard
 
 
-class Form(NamedTuple):
-    """A row: batches that are published, and what is known of `PROMPT` then."""
-
-    name: str
-    batches: Sequence[Batch]
-    known: Matched
-    query: Mapping[str, str] = {}
-
-
 KVD: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention", "locality": "LOCAL"}
 WINDOW: dict[str, Any] = {
     "kv_cache_spec_kind": "sliding_window",
@@ -158,94 +148,78 @@ WINDOW: dict[str, Any] = {
 }
 PICTURE = ("ab" * 32, 0)
 
-FORMS = [
+# What is known of `PROMPT` after these batches, most of one event.
+FORMS: dict[str, tuple[Matched, *tuple[Any, ...]]] = {
     # What kvd's connector publishes of tiers of this node, of shared tiers.
-    Form("kvd tier", [[stored(11, 12, medium="STORAGE", **KVD)]], blocks(disk=2)),
-    Form(
-        "kvd shared tier",
-        [[stored(11, 12, medium="STORAGE", **KVD | {"locality": "REMOTE"})]],
+    "kvd tier": (blocks(disk=2), stored(11, 12, medium="STORAGE", **KVD)),
+    "kvd shared tier": (
         NOTHING,
+        stored(11, 12, medium="STORAGE", **KVD | {"locality": "REMOTE"}),
     ),
-    # Media.
-    Form("unknown medium", [[stored(11, 12, medium="TAPE")]], NOTHING),
-    # Where, and whose.
-    Form("ownership", [[stored(11, 12, ownership="kvd")]], NOTHING),
+    # Media; where, and whose.
+    "unknown medium": (NOTHING, stored(11, 12, medium="TAPE")),
+    "ownership": (NOTHING, stored(11, 12, ownership="kvd")),
     # KV-cache groups.
-    Form("kind sliding window", [[stored(11, **WINDOW)]], NOTHING),
+    "kind sliding window": (NOTHING, stored(11, **WINDOW)),
     # On disk groups are not told apart: so kvd publishes one of them only.
-    Form("kind sliding window on disk", [[stored(11, medium="STORAGE", **WINDOW)]], blocks(disk=1)),
-    Form(
-        "removed of a window's group on disk",
-        [
-            [stored(11, medium="STORAGE", group_idx=0, kv_cache_spec_kind="full_attention")],
-            [stored(11, medium="STORAGE", group_idx=1, **WINDOW)],
-            [removed(11, medium="STORAGE", group_idx=1)],
-        ],
+    "kind sliding window on disk": (blocks(disk=1), stored(11, medium="STORAGE", **WINDOW)),
+    "removed of a window's group on disk": (
         NOTHING,
+        stored(11, medium="STORAGE", group_idx=0, kv_cache_spec_kind="full_attention"),
+        stored(11, medium="STORAGE", group_idx=1, **WINDOW),
+        removed(11, medium="STORAGE", group_idx=1),
+    ),
+    "removed of a window's group": (
+        blocks(cpu=1),
+        stored(11, **KVD),
+        stored(11, group_idx=1, **WINDOW),
+        removed(11, group_idx=1),
     ),
     # Sizes and tokens.
-    Form("another block size", [[stored(11, block_size=2 * BLOCK)]], NOTHING),
-    Form("block size 0, no tokens", [[stored(11, block_size=0, token_ids=[])]], NOTHING),
+    "another block size": (NOTHING, stored(11, block_size=2 * BLOCK)),
+    "block size 0, no tokens": (NOTHING, stored(11, block_size=0, token_ids=[])),
     # What else a block's hash is made of.
-    Form("adapter, asked without", [[stored(11, lora_name="sql")]], NOTHING),
-    Form("adapter", [[stored(11, lora_name="sql")]], blocks(cpu=1), {"lora_name": "sql"}),
-    Form("cache salt, asked without", [[stored(11, extra_keys=[("salt",)])]], blocks(cpu=1)),
-    Form(
-        "cache salt",
-        [[stored(11, extra_keys=[("salt",)])]],
-        NOTHING,
-        {"cache_salt": "salt"},
-    ),
-    Form("picture, asked without", [[stored(11, extra_keys=[(PICTURE,)])]], blocks(cpu=1)),
+    "adapter, asked without": (NOTHING, stored(11, lora_name="sql")),
+    "adapter": (blocks(cpu=1), stored(11, lora_name="sql")),
+    "cache salt, asked without": (blocks(cpu=1), stored(11, extra_keys=[("salt",)])),
+    "cache salt": (NOTHING, stored(11, extra_keys=[("salt",)])),
+    "picture, asked without": (blocks(cpu=1), stored(11, extra_keys=[(PICTURE,)])),
     # Hashes.
-    Form("hashes of 32 bytes", [[stored(11, 12, hashed=wide)]], NOTHING),
-    Form("a batch with one of them", [[stored(11, hashed=wide), stored(11, 12)]], NOTHING),
+    "hashes of 32 bytes": (NOTHING, stored(11, 12, hashed=wide)),
+    "a batch with one of them": (NOTHING, [stored(11, hashed=wide), stored(11, 12)]),
     # Parents that are unknown.
-    Form(
-        "unknown parent on the device",
-        [[stored(12, parent=11, medium="GPU")], [stored(11, medium="GPU")]],
+    "unknown parent on the device": (
         blocks(gpu=1),
+        stored(12, parent=11, medium="GPU"),
+        stored(11, medium="GPU"),
     ),
-    Form("unknown parent in memory", [[stored(12, parent=11)], [stored(11)]], blocks(cpu=2)),
-    Form(
-        "unknown parent on disk",
-        [[stored(12, parent=11, medium="STORAGE")], [stored(11, medium="STORAGE")]],
+    "unknown parent in memory": (blocks(cpu=2), stored(12, parent=11), stored(11)),
+    "unknown parent on disk": (
         blocks(disk=2),
+        stored(12, parent=11, medium="STORAGE"),
+        stored(11, medium="STORAGE"),
     ),
     # Chains over several media.
-    Form(
-        "device, memory, disk",
-        [
-            [stored(11, medium="GPU")],
-            [stored(12, parent=11)],
-            [stored(13, parent=12, medium="STORAGE")],
-        ],
+    "device, memory, disk": (
         blocks(gpu=1, cpu=1, disk=1),
+        stored(11, medium="GPU"),
+        stored(12, parent=11),
+        stored(13, parent=12, medium="STORAGE"),
     ),
-    Form(
-        "memory, then device", [[stored(11)], [stored(12, parent=11, medium="GPU")]], blocks(cpu=1)
-    ),
-    # Removals.
-    Form(
-        "removed of a window's group",
-        [[stored(11, **KVD)], [stored(11, group_idx=1, **WINDOW)], [removed(11, group_idx=1)]],
-        blocks(cpu=1),
-    ),
+    "memory, then device": (blocks(cpu=1), stored(11), stored(12, parent=11, medium="GPU")),
     # Counting.
-    Form(
-        "stored twice, removed once",
-        [[stored(11, 12)], [stored(11, 12)], [removed(12)]],
-        blocks(cpu=1),
-    ),
-]
+    "stored twice, removed once": (blocks(cpu=1), stored(11, 12), stored(11, 12), removed(12)),
+}
+QUERIES = {"adapter": {"lora_name": "sql"}, "cache salt": {"cache_salt": "salt"}}
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_known_after_events(worker: Worker, form: Form) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_known_after_events(worker: Worker, form: str) -> None:
     """The router knows of the prompt what the row says, when it has taken the row's events."""
-    for batch in form.batches:
-        worker.publish(*batch)
-    assert worker.known(**form.query) == form.known
+    known, *batches = FORMS[form]
+    for batch in batches:
+        worker.publish(*(batch if isinstance(batch, list) else [batch]))
+    assert worker.known(**QUERIES.get(form, {})) == known
 
 
 def test_lost_batches_stay_lost_without_replay(worker: Worker) -> None:
