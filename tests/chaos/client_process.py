@@ -10,37 +10,39 @@ back at once. A rank does what it is told, and looks at every byte.
 import random
 import sys
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
 
 import msgspec
 
 from kvd_client import (
     Fingerprint,
+    HostMemory,
     JobBlocks,
     Load,
     LoadTicket,
     RegistrationError,
     Scheduler,
     Store,
-    StoreAnswer,
     StoreTicket,
     Worker,
 )
 from kvd_client.attachment import Attachment
-from tests.chaos.given import note
-from tests.chaos.memory import Memory
+from kvd_tools.demo.workload import POISON, page_content, page_seed
 from tests.chaos.shared import (
     BATCH,
+    BLOCKS,
+    GIVEN,
     GROUPS,
     KEYS,
     LARGEST,
     SPECS,
     Answer,
-    Calls,
     Count,
     Order,
     Phase,
+    Spec,
     counts,
     lives,
     mailbox,
@@ -48,6 +50,9 @@ from tests.chaos.shared import (
     post,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
+SLACK_SECONDS = 15.0  # a busy machine may keep a process from running for so long
 DEADLINE = 1.0
 CLOSE_SECONDS = 2.5
 REGISTER_SECONDS = 5.0
@@ -68,13 +73,32 @@ class Member:
 
     def __init__(self, folder: Path, name: str, engine: str, seed: int, nap: float) -> None:
         self.spec = SPECS[engine]
-        self._name = name
-        self._folder = folder
-        self._random = random.Random(seed)
-        self._phase = phase_word(folder)
-        self._calls = Calls(name, counts(folder, name), folder / "complaints")
-        self._mailbox = mailbox(folder, name)
-        self._mailbox.settimeout(nap)
+        self.name = name
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.phase = phase_word(folder)
+        self.counters = counts(folder, name)
+        self.mailbox = mailbox(folder, name)
+        self.mailbox.settimeout(nap)
+
+    def timed(self, seconds: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call; complain where that takes longer, save for time that the process was frozen."""
+        self.counters[Count.CALLS] += 1
+        frozen = self.counters[Count.STOPPED_NS]
+        began = time.monotonic()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            away = (self.counters[Count.STOPPED_NS] - frozen) / 1e9
+            took = time.monotonic() - began - away
+            if took > seconds + SLACK_SECONDS:
+                self.complain(f"{call} took {took:.2f} s, {seconds:g} s are allowed")
+
+    def complain(self, text: str) -> None:
+        """Say that something is wrong; one line, whole or not at all."""
+        line = f"{time.monotonic():.3f} {self.name}: {text}\n"
+        with (self.folder / "complaints").open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 class Conductor(Member):
@@ -82,156 +106,186 @@ class Conductor(Member):
 
     def __init__(self, folder: Path, runtime_dir: Path, engine: str, seed: int) -> None:
         super().__init__(folder, engine, engine, seed, NAP_SECONDS)
-        self._held: list[LoadTicket] = []  # while it is told to pin
-        with self._calls.within(DEADLINE, "Scheduler()"):
-            self._scheduler = Scheduler(
-                runtime_dir, engine, deadline=DEADLINE, steps=self.spec.steps
-            )
+        self._pinned: list[LoadTicket] = []  # while it is told to pin
+        self._scheduler = self.timed(
+            DEADLINE, Scheduler, runtime_dir, engine, deadline=DEADLINE, steps=self.spec.steps
+        )
 
     def run(self) -> None:
         """Until the run ends."""
-        while self._phase[0] != Phase.END:
-            self._calls.counters[Count.ATTACHED] = self._scheduler.attached
-            if self._phase[0] == Phase.REST:
-                self._let_go()
+        while self.phase[0] != Phase.END:
+            self.counters[Count.ATTACHED] = self._scheduler.attached
+            if self.phase[0] == Phase.REST:
+                self._unpin()
                 self._end_step()
-                self._calls.counters[Count.LOANS] = self._scheduler.reserve(0, 0.0)
-                self._calls.counters[Count.RESTS] = 1
+                self.counters[Count.LOANS] = self._scheduler.reserve(0, 0.0)
+                self.counters[Count.RESTS] = 1
                 time.sleep(NAP_SECONDS)
                 continue
-            self._calls.counters[Count.RESTS] = 0
+            self.counters[Count.RESTS] = 0
             self._turn()
-        with self._calls.within(CLOSE_SECONDS + DEADLINE, "Scheduler.close"):
-            self._scheduler.close()
+        self.timed(CLOSE_SECONDS + DEADLINE, self._scheduler.close)
 
     def _turn(self) -> None:
-        pin = self._calls.counters[Count.PIN]
-        if pin:
-            self._pin(forget=pin == PIN_AND_FORGET)
-        elif self._held:
-            self._let_go()
-        group = self._random.randrange(GROUPS)
-        at = self._random.randrange(KEYS - BATCH)
-        keys = self.spec.keys(group)[at : at + self._random.randint(1, BATCH)]
-        chance = self._random.random()
+        if self.counters[Count.PIN]:
+            self._pin()
+        else:
+            self._unpin()
+        group = self.random.randrange(GROUPS)
+        at = self.random.randrange(KEYS - BATCH)
+        keys = self.spec.keys(group)[at : at + self.random.randint(1, BATCH)]
+        chance = self.random.random()
         if chance < 0.45:
             self._store(group, keys)
         elif chance < 0.92:
             self._load(group, keys)
         elif chance < 0.99:
-            with self._calls.step("lookup_many"):
-                self._scheduler.lookup_many(keys)
-            with self._calls.step("request_finished"):
-                self._scheduler.request_finished(keys)
+            self.timed(0.0, self._scheduler.lookup_many, keys)
+            self.timed(0.0, self._scheduler.request_finished, keys)
         elif chance < 0.995:
-            with self._calls.within(DEADLINE, "status"):
-                self._scheduler.status()
+            self.timed(DEADLINE, self._scheduler.status)
         else:
-            with self._calls.within(DEADLINE, "reset"):
-                self._scheduler.reset()
+            self.timed(DEADLINE, self._scheduler.reset)
         self._end_step()
         if not self._scheduler.attached:
             time.sleep(NAP_SECONDS)
 
     def _end_step(self) -> None:
         if self.spec.steps:
-            with self._calls.step("end_step"):
-                self._scheduler.end_step()
-        with self._calls.step("take_changes"):
-            self._scheduler.take_changes()
+            self.timed(0.0, self._scheduler.end_step)
+        self.timed(0.0, self._scheduler.take_changes)
 
     # ------------------------------------------------------------- transfers
 
     def _store(self, group: int, keys: list[bytes]) -> None:
         attachment = self._scheduler._attachments.current
-        with self._calls.step("prepare_store"):
-            ticket = self._scheduler.prepare_store(keys)
-        self._calls.add(Count.FULL, ticket.answers.count(StoreAnswer.FULL))
+        ticket = self.timed(0.0, self._scheduler.prepare_store, keys)
         self._note(attachment, ticket)
-        if not ticket.keys or self._random.random() < FORGETFUL:
+        if not ticket.keys or self.random.random() < FORGETFUL:
             return
-        slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
-        success = self._have_done("store", group, ticket.keys, slots, generations)
-        if self._random.random() < FORGETFUL:
+        success = self._order("store", group, ticket)
+        if self.random.random() < FORGETFUL:
             return
-        with self._calls.step("complete_store"):
-            self._scheduler.complete_store(ticket.keys, success=success)
+        self.timed(0.0, self._scheduler.complete_store, ticket.keys, success=success)
 
     def _note(self, attachment: Attachment | None, ticket: StoreTicket) -> None:
         """Write down which slots were given, if it is certain whose they are."""
-        namespace = self._scheduler.namespace
-        if (
-            ticket.keys
-            and attachment is not None
-            and attachment is self._scheduler._attachments.current
-        ):
-            given = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
-            boot_id = attachment.directory.boot_id
-            note(self._folder, [(boot_id, namespace, *each) for each in given])
+        if attachment is None or attachment is not self._scheduler._attachments.current:
+            return
+        daemon = attachment.directory.boot_id, self._scheduler.namespace
+        given = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+        with (self.folder / "given").open("ab", buffering=0) as file:
+            file.write(b"".join(GIVEN.pack(*daemon, *slot) for slot in given))
 
     def _load(self, group: int, keys: list[bytes]) -> None:
-        with self._calls.step("prepare_load"):
-            ticket = self._scheduler.prepare_load(keys, LEASE_SECONDS)
+        ticket = self.timed(0.0, self._scheduler.prepare_load, keys, LEASE_SECONDS)
         if ticket.keys:
-            slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
-            self._have_done("load", group, ticket.keys, slots, generations)
-        if self._random.random() >= FORGETFUL:
-            with self._calls.step("complete_load"):
-                self._scheduler.complete_load(ticket)
+            self._order("load", group, ticket)
+        if self.random.random() >= FORGETFUL:
+            self.timed(0.0, self._scheduler.complete_load, ticket)
 
-    def _pin(self, *, forget: bool) -> None:
+    def _pin(self) -> None:
         """Take leases over all that is there; keep them, or leave it to time to end them."""
         for group in range(GROUPS):
-            with self._calls.step("prepare_load"):
-                ticket = self._scheduler.prepare_load(self.spec.keys(group), LEASE_SECONDS)
-            if not forget:
-                self._held.append(ticket)
-            self._calls.counters[Count.PINNED] = max(
-                self._calls.counters[Count.PINNED], len(ticket)
-            )
+            keys = self.spec.keys(group)
+            ticket = self.timed(0.0, self._scheduler.prepare_load, keys, LEASE_SECONDS)
+            if self.counters[Count.PIN] != PIN_AND_FORGET:
+                self._pinned.append(ticket)
 
-    def _let_go(self) -> None:
-        while self._held:
-            with self._calls.step("complete_load"):
-                self._scheduler.complete_load(self._held.pop())
+    def _unpin(self) -> None:
+        while self._pinned:
+            self.timed(0.0, self._scheduler.complete_load, self._pinned.pop())
 
-    # ----------------------------------------------------------------- ranks
-
-    def _have_done(
-        self,
-        way: str,
-        group: int,
-        keys: tuple[bytes, ...],
-        slots: list[int],
-        generations: list[int],
+    def _order(
+        self, way: Literal["store", "load"], group: int, ticket: StoreTicket | LoadTicket
     ) -> bool:
         """Give the order to every rank and wait; whether all have done it."""
         order = Order(
             number=time.monotonic_ns(),  # no scheduler before this one had it
-            way="store" if way == "store" else "load",
+            way=way,
             group=group,
-            keys=keys,
-            slots=tuple(slots),
-            generations=tuple(generations),
-            patience=self._random.choice(PATIENCE),
-            cancel=self._random.random() < CANCELLED,
+            keys=tuple(ticket.keys),
+            slots=tuple(ticket.slots.tolist()),
+            generations=tuple(ticket.generations.tolist()),
+            patience=self.random.choice(PATIENCE),
+            cancel=self.random.random() < CANCELLED,
         )
         frame = msgspec.json.encode(order)
         ranks = [f"{self.spec.name}-{rank}" for rank in range(self.spec.ranks)]
-        waits_for = {name for name in ranks if post(self._mailbox, self._folder, name, frame)}
+        waits_for = {name for name in ranks if post(self.mailbox, self.folder, name, frame)}
         done = set()
         end = time.monotonic() + ANSWER_SECONDS
-        while waits_for and time.monotonic() < end and self._phase[0] != Phase.END:
+        while waits_for and time.monotonic() < end and self.phase[0] != Phase.END:
             try:
-                answer = msgspec.json.decode(self._mailbox.recv(LARGEST), type=Answer)
+                answer = msgspec.json.decode(self.mailbox.recv(LARGEST), type=Answer)
             except TimeoutError:
-                waits_for = {name for name in waits_for if lives(self._folder, name)}
+                waits_for = {name for name in waits_for if lives(self.folder, name)}
                 continue
             if answer.number == order.number:
                 waits_for.discard(answer.name)
                 if answer.success:
                     done.add(answer.name)
         return len(done) == self.spec.ranks
+
+
+class Memory:
+    """A rank's pages: poison, whatever the daemon does, but for blocks that are lent to jobs."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self._layout = spec.layout
+        self._who = 0 if spec.replicated else rank
+        self.storages = [HostMemory.allocate(size) for size in self._layout.storages]
+        self._pages = [storage.array.reshape(BLOCKS, spec.page) for storage in self.storages]
+        self._free: list[int] = []
+        self.take_back(range(BLOCKS))
+        self._free.remove(0)  # the engine's null block
+
+    def lend(self, chunks: int) -> list[int] | None:
+        """Blocks for so many chunks, those longest at home first; None where too few are left."""
+        count = chunks * self._layout.blocks_per_chunk
+        if count > len(self._free):
+            return None
+        blocks, self._free = self._free[:count], self._free[count:]
+        return blocks
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """The blocks of a job that can write to them no more: poisoned at once."""
+        for pages in self._pages:
+            pages[blocks] = POISON
+        self._free += blocks
+
+    def fill(self, order: Order, blocks: Sequence[int]) -> None:
+        """Compute the chunks' content."""
+        for (tensor, block), seed in self._seeds(order, blocks).items():
+            page = self._pages[tensor][block]
+            page[:] = page_content(seed, len(page))
+
+    def compare(self, order: Order, blocks: Sequence[int]) -> tuple[int, int]:
+        """Bytes of the chunks that were compared, and that are wrong; of other tensors, too."""
+        seeds, verified, wrong = self._seeds(order, blocks), 0, 0
+        for tensor, pages in enumerate(self._pages):
+            for block in blocks:
+                page, seed = pages[block], seeds.get((tensor, block))
+                expected = POISON if seed is None else page_content(seed, len(page))
+                wrong += int((page != expected).sum())
+                verified += 0 if seed is None else len(page)
+        return verified, wrong
+
+    def touched_bytes(self) -> tuple[int, int]:
+        """Bytes that changed where nothing was to write, and how many were looked at."""
+        home = [pages[[0, *self._free]] for pages in self._pages]
+        return sum(int((pages != POISON).sum()) for pages in home), sum(p.size for p in home)
+
+    def _seeds(self, order: Order, blocks: Sequence[int]) -> dict[tuple[int, int], int]:
+        """The seed of each page of the chunks, by tensor and block."""
+        factor = self._layout.blocks_per_chunk
+        return {
+            (ref.tensor, block): page_seed(
+                order.keys[at // factor], self._who, ref.tensor, at % factor
+            )
+            for at, block in enumerate(blocks)
+            for ref in self._layout.groups[order.group].refs
+        }
 
 
 class Rank(Member):
@@ -248,132 +302,97 @@ class Rank(Member):
 
     def run(self) -> None:
         """Until the run ends."""
-        while self._phase[0] != Phase.END:
-            self._turn()
+        while self.phase[0] != Phase.END:
+            self._worker = self._worker or self._register()
+            if self._worker is not None:
+                self._turn(self._worker)
         if self._worker is not None:
-            with self._calls.within(CLOSE_SECONDS + 2 * DEADLINE, "Worker.close"):
-                self._worker.close()
-        self._memory.close()
+            self._close(self._worker)
 
-    def _turn(self) -> None:
-        worker = self._worker
-        if worker is None:
-            self._worker = self._register()
-            return
-        self._calls.counters[Count.ATTACHED] = worker.attached and worker.registered
-        self._settle(worker)
-        self._calls.counters[Count.RESTS] = not self._overdue
-        order = self._next_order()
-        if order is not None:
-            self._calls.counters[Count.RESTS] = 0
-            success = self._do(worker, order)
-            answer = msgspec.json.encode(Answer(order.number, self._name, success))
-            post(self._mailbox, self._folder, self.spec.name, answer)
-        if self._phase[0] == Phase.REST or self._random.random() < LOOK_AT_ALL:
-            self._look()
+    def _close(self, worker: Worker) -> None:
+        self.timed(CLOSE_SECONDS + 2 * DEADLINE, worker.close)
+
+    def _turn(self, worker: Worker) -> None:
+        self.counters[Count.ATTACHED] = worker.attached and worker.registered
+        if self._overdue:  # loads that have ended by now give their blocks back
+            self._ended({result.job_id for result in self.timed(0.0, worker.get_finished)})
+        self.counters[Count.RESTS] = not self._overdue
+        try:
+            order = msgspec.json.decode(self.mailbox.recv(LARGEST), type=Order)
+        except TimeoutError:
+            pass
+        else:
+            self.counters[Count.RESTS] = 0
+            answer = Answer(order.number, self.name, self._do(worker, order))
+            post(self.mailbox, self.folder, self.spec.name, msgspec.json.encode(answer))
+        if self.phase[0] == Phase.REST or self.random.random() < LOOK_AT_ALL:
+            wrong, looked = self._memory.touched_bytes()
+            if wrong:
+                self.complain(f"WRONG BYTES: {wrong} in blocks that nothing was to write to")
+            self.counters[Count.UNTOUCHED_BYTES] += looked
 
     def _register(self) -> Worker | None:
         """A new worker; None where the daemon refuses, which a second try may mend."""
-        with self._calls.within(DEADLINE, "Worker()"):
-            worker = Worker(
-                self._runtime_dir,
-                self.spec.name,
-                self.rank,
-                self.spec.ranks,
-                deadline=DEADLINE,
-            )
+        spec = self.spec
+        identity = self._runtime_dir, spec.name, self.rank, spec.ranks
+        worker = self.timed(DEADLINE, Worker, *identity, deadline=DEADLINE)
+        memory = self._memory.storages, spec.layout, Fingerprint(model=spec.model)
         try:
-            with self._calls.within(REGISTER_SECONDS, "Worker.register"):
-                worker.register(
-                    self._memory.storages,
-                    self.spec.layout,
-                    Fingerprint(model=self.spec.model),
-                    timeout=REGISTER_SECONDS,
-                )
+            self.timed(REGISTER_SECONDS, worker.register, *memory, timeout=REGISTER_SECONDS)
         except RegistrationError as error:
             print(f"refused: {error}", file=sys.stderr, flush=True)
-            with self._calls.within(CLOSE_SECONDS + 2 * DEADLINE, "Worker.close"):
-                worker.close()
+            self._close(worker)
             time.sleep(TRY_AGAIN_SECONDS)
             return None
         return worker
 
-    # --------------------------------------------------------------- orders
-
-    def _next_order(self) -> Order | None:
-        try:
-            return msgspec.json.decode(self._mailbox.recv(LARGEST), type=Order)
-        except TimeoutError:
-            return None
-
-    # ----------------------------------------------------------------- jobs
-
     def _do(self, worker: Worker, order: Order) -> bool:
-        keys = list(order.keys)
-        blocks = self._memory.lend(len(keys))
+        blocks = self._memory.lend(len(order.keys))
         if blocks is None:
             return False
         if order.way == "store":
-            self._memory.fill(keys, blocks, order.group)
+            self._memory.fill(order, blocks)
         self._job += 1
         job = self._job
-        sizes, indices = [0, 0], [0, 0]
+        sizes = [0] * GROUPS
         sizes[order.group] = len(blocks)
-        kind = Store if order.way == "store" else Load
-        arrays = JobBlocks.of(blocks, sizes, indices, order.slots, order.generations)
-        with self._calls.step(f"submit_{order.way}"):
-            worker.submit(kind, job, arrays)
+        arrays = JobBlocks.of(blocks, sizes, [0] * GROUPS, order.slots, order.generations)
+        self.timed(0.0, worker.submit, Store if order.way == "store" else Load, job, arrays)
         if order.cancel:
-            with self._calls.step("cancel"):
-                worker.cancel([job])
-        with self._calls.within(order.patience, "wait"):
-            unfinished = worker.wait([job], order.patience)
-        with self._calls.step("get_finished"):
-            results = {result.job_id: result for result in worker.get_finished()}
+            self.timed(0.0, worker.cancel, [job])
+        unfinished = self.timed(order.patience, worker.wait, [job], order.patience)
+        results = {result.job_id: result for result in self.timed(0.0, worker.get_finished)}
         if job in unfinished and job not in results:
             self._overdue[job] = blocks
         if unfinished - {job} or (order.way == "store" and job in unfinished):
-            self._calls.complain(f"wait({job}) left {sorted(unfinished)} of a {order.way}")
+            self.complain(f"wait({job}) left {sorted(unfinished)} of a {order.way}")
         self._ended(results.keys())
         result = results.get(job)
         if result is None:
             if job not in unfinished:
-                self._calls.complain(f"job {job} has ended and is not reported")
+                self.complain(f"job {job} has ended and is not reported")
             return False
-        if result.success:
-            self._done(order, keys, blocks)
-        else:
-            self._calls.add(Count.VOIDED if result.status == "void" else Count.MISSES)
+        self._count(order, blocks, success=result.success)
         self._memory.take_back(blocks)
         return result.success
 
-    def _done(self, order: Order, keys: list[bytes], blocks: list[int]) -> None:
-        if order.way == "store":
-            self._calls.add(Count.STORES, len(keys))
-            return
-        wrong = self._memory.wrong_bytes(keys, blocks, order.group)
-        if wrong:
-            self._calls.complain(f"WRONG BYTES: {wrong} in a load of {len(keys)} chunks: {order}")
-        self._calls.add(Count.LOADS, len(keys))
-        self._calls.add(Count.VERIFIED_BYTES, self._memory.bytes_of(len(keys), order.group))
-
-    def _settle(self, worker: Worker) -> None:
-        """Loads that were late and have ended by now give their blocks back."""
-        if self._overdue:
-            with self._calls.step("get_finished"):
-                results = worker.get_finished()
-            self._ended({result.job_id for result in results})
+    def _count(self, order: Order, blocks: list[int], *, success: bool) -> None:
+        """Count what a job has done, and look at every byte of a load."""
+        if not success:
+            self.counters[Count.MISSES] += 1
+        elif order.way == "store":
+            self.counters[Count.STORES] += len(order.keys)
+        else:
+            verified, wrong = self._memory.compare(order, blocks)
+            if wrong:
+                self.complain(f"WRONG BYTES: {wrong} in a load: {order}")
+            self.counters[Count.LOADS] += len(order.keys)
+            self.counters[Count.VERIFIED_BYTES] += verified
 
     def _ended(self, jobs: Container[int]) -> None:
         for job in [job for job in self._overdue if job in jobs]:
             self._memory.take_back(self._overdue.pop(job))
-            self._calls.add(Count.MISSES)
-
-    def _look(self) -> None:
-        wrong, looked = self._memory.touched_bytes()
-        if wrong:
-            self._calls.complain(f"WRONG BYTES: {wrong} in blocks that nothing was to write to")
-        self._calls.add(Count.UNTOUCHED_BYTES, looked)
+            self.counters[Count.MISSES] += 1
 
 
 def main() -> None:

@@ -1,36 +1,91 @@
-"""The table of what can be injected. To add a kind: one function, one line in `INJECTIONS`.
+"""The table of what can be injected, and the plan of what is injected when.
 
-A function gets the world and the planned action, does its harm, and returns how to undo it,
-which is called after `action.hold` seconds, or raises `Skip` where it cannot be done here.
+To add a kind: one function, one line in `INJECTIONS`. A function gets the world and the planned
+action, does its harm, and returns how to undo it, which is called after `action.hold` seconds, or
+raises `Skip` where it cannot be done here.
 """
 
 import contextlib
 import os
+import random
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-from tests.chaos.plan import Action
-from tests.chaos.processes import CHANGES, Client, Config
 from tests.chaos.shared import Count
-from tests.chaos.world import JUMPS, World
+from tests.chaos.world import Client, Config, World
 
-Undo = Callable[[], None]
+T = TypeVar("T")
+MOST_AT_ONCE = 3
+LONGEST_LEAD = 1.2
+LONGEST_HOLD = 2.0
+DRAWS = 2
+YEAR = 365 * 86_400
+JUMPS = (-20 * YEAR, -86_400, -30, -1, 1, 30, 86_400, 20 * YEAR, 79 * YEAR, 100 * YEAR)
+"""Seconds; 32 bits hold 80 years from now."""
+CHANGES: tuple[Config, ...] = (
+    {},
+    {"cpu-bytes": "3MiB"},
+    {"cpu-bytes": "8MiB", "policy": "lru"},
+    {"policy": "lru"},
+    {"keep-pool": "no"},
+    {"lease-seconds": "1", "ticket-seconds": "0.5"},
+    {"max-queued-jobs": "2"},
+    {"max-queued-bytes": "128KiB"},
+    {"reuse-threshold": "2"},
+    {"max-leases": "3"},
+    {"max-sessions": "12"},
+    {"max-namespaces": "2"},
+    {"log-level": "debug", "log-format": "json"},
+    {"share-between-users": "no"},
+)
+"""What a restart may change of the usual configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One injection."""
+
+    kind: str  # a key of `INJECTIONS`
+    delay: float  # seconds after the step's begin, or after the action before
+    hold: float  # seconds until it is undone
+    draws: tuple[float, ...]  # in [0, 1), from which the injection takes its choices
+
+    def pick(self, choices: Sequence[T]) -> T:
+        """One of the choices."""
+        return choices[int(self.draws[0] * len(choices))]
+
+    def __str__(self) -> str:
+        return f"{self.kind} after {self.delay:.2f} s for {self.hold:.2f} s"
+
+
+def plan(seed: int, kinds: Sequence[str]) -> Iterator[list[Action]]:
+    """Steps without end: actions that overlap, after which all is undone; the seed decides them.
+
+    Every kind comes once before chance alone decides, so that a short run has seen all.
+    """
+    chance = random.Random(seed)
+    weights = [INJECTIONS[kind].weight for kind in kinds]
+    first = chance.sample(kinds, len(kinds))
+    while True:
+        actions = []
+        for _ in range(chance.randint(1, MOST_AT_ONCE)):
+            kind = first.pop() if first else chance.choices(kinds, weights)[0]
+            delay, hold = chance.uniform(0.0, LONGEST_LEAD), chance.uniform(0.05, LONGEST_HOLD)
+            draws = tuple(chance.random() for _ in range(DRAWS))
+            actions.append(Action(kind, delay, hold, draws))
+        yield actions
+
+
+Undo = Callable[[], object]
 Inject = Callable[[World, Action], Undo]
 
 
 class Skip(Exception):
     """This cannot be injected here; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Injection:
-    """One kind: what does it, and how often it comes relative to the others."""
-
-    inject: Inject
-    weight: float
 
 
 # --------------------------------------------------- kill, freeze and restart
@@ -58,19 +113,6 @@ def _stop(pids: Callable[[World], list[int]]) -> Inject:
         return lambda: world.thaw(pid)
 
     return inject
-
-
-def _stop_broker(world: World, action: Action) -> Undo:
-    """Engines go on: they load what is there, and store into the slots that they have on loan."""
-    pid = action.pick(_broker(world))
-    world.freeze(pid)
-    before = world.total(Count.LOADS, world.ranks())
-
-    def undo() -> None:
-        world.frozen_loads += world.total(Count.LOADS, world.ranks()) - before
-        world.thaw(pid)
-
-    return undo
 
 
 def _restart(number: int, changes: Sequence[Config | None] = CHANGES) -> Inject:
@@ -102,7 +144,7 @@ def _serving_broker(world: World) -> list[int]:
 
 
 def _lanes(world: World) -> list[int]:
-    lanes = world.daemon.lane_pids() if world.daemon.running else []
+    lanes = world.daemon.lane_pids()
     if not lanes:
         raise Skip("no lane ran at that moment")
     return lanes
@@ -118,24 +160,25 @@ def _starve(pids: Callable[[World], list[int]]) -> Inject:
         pid = action.pick(pids(world))
         more = 1 + int(action.draws[1] * 20)
         with contextlib.suppress(OSError):
-            _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(most, count + more), most))
+            _limit(pid, len(list(Path(f"/proc/{pid}/fd").iterdir())) + more)
 
         def undo() -> None:  # lanes that were started meanwhile have inherited it
             for each in {pid, world.daemon.pid, *world.daemon.lane_pids()}:
                 with contextlib.suppress(OSError):
-                    _, most = resource.prlimit(each, resource.RLIMIT_NOFILE)
-                    resource.prlimit(each, resource.RLIMIT_NOFILE, (most, most))
+                    _limit(each)
 
         return undo
 
     return inject
 
 
-def _fill_pool_dir(world: World, action: Action) -> Undo:
+def _limit(pid: int, descriptors: int = 2**63 - 1) -> None:
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(most, descriptors), most))
+
+
+def _fill_pool_dir(world: World, _: Action) -> Undo:
     """Not a page is left where the pool and the ledgers lie."""
-    del action
     if not world.may_fill:
         raise Skip("this user may not mount a tmpfs, and nobody else's is filled")
     filler = world.pool_dir / "filler"
@@ -146,23 +189,18 @@ def _fill_pool_dir(world: World, action: Action) -> Undo:
     return lambda: filler.unlink(missing_ok=True)
 
 
-# ----------------------------------------------------------------------- pins
+# ------------------------------------------------------------ pins and clocks
 
 
 def _pin_everything(world: World, action: Action) -> Undo:
     """Every engine pins what it finds; half of the times it forgets the leases."""
-    schedulers = world.schedulers()
-    for client in schedulers:
-        client.counters[Count.PIN] = 1 + (action.draws[0] < 0.5)
 
-    def undo() -> None:
-        for client in schedulers:
-            client.counters[Count.PIN] = 0
+    def pin(how: int) -> None:
+        for client in world.schedulers():
+            client.counters[Count.PIN] = how
 
-    return undo
-
-
-# --------------------------------------------------------------------- clocks
+    pin(1 + (action.draws[0] < 0.5))
+    return lambda: pin(0)
 
 
 def _jump_clock(world: World, action: Action) -> Undo:
@@ -173,9 +211,16 @@ def _jump_clock(world: World, action: Action) -> Undo:
     return lambda: world.clock.jump(0)
 
 
+class Injection(NamedTuple):
+    """One kind: what does it, and how often it comes relative to the others."""
+
+    inject: Inject
+    weight: float
+
+
 INJECTIONS: dict[str, Injection] = {
     "kill broker": Injection(_restart(signal.SIGKILL, (None,)), 2),
-    "stop broker": Injection(_stop_broker, 3),
+    "stop broker": Injection(_stop(_broker), 3),
     "kill lane": Injection(_kill_lane, 2),
     "stop lane": Injection(_stop(_lanes), 2),
     "kill worker": Injection(_kill_client(World.ranks), 3),

@@ -3,9 +3,7 @@
 import mmap
 import os
 import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -13,8 +11,6 @@ from typing import Literal
 
 from kvd_client import RankLayout
 from tests.daemon.engines import keys_of, make_layout
-
-SLACK_SECONDS = 15.0  # a busy machine may keep a process from running for so long
 
 Words = memoryview
 """64-bit words; each has one writer at a time."""
@@ -37,20 +33,15 @@ class Count(IntEnum):
     UNTOUCHED_BYTES = 3  # of blocks that were looked at because nothing may have written to them
     MISSES = 4  # loads and stores that failed, which they may
     CALLS = 5
-    VOIDED = 6  # stores whose blocks were taken back in the midst
-    STOPPED_NS = 7  # how long the process was frozen; written by the harness
-    RESTS = 8  # not 0: it holds nothing that it will give back
-    ATTACHED = 9  # not 0: its engine is complete, as far as it knows
-    PIN = 10  # not 0: pin all that can be pinned, and hold it; written by the harness
-    PINNED = 11  # chunks that it pinned when it was told to
-    FULL = 12  # keys that were refused for want of room
-    STEP_CALLS = 13  # calls that an engine makes in a step
-    LONGEST_NS = 14  # the longest of them
-    LOANS = 15  # slots that a scheduler at rest has at hand
+    STOPPED_NS = 6  # how long the process was frozen; written by the harness
+    RESTS = 7  # not 0: it holds nothing that it will give back
+    ATTACHED = 8  # not 0: its engine is complete, as far as it knows
+    PIN = 9  # not 0: pin all that can be pinned, and hold it (2: forget it); by the harness
+    LOANS = 10  # slots that a scheduler at rest has at hand
 
 
 class Phase(IntEnum):
-    """What all client processes are to do; word 0 of the run's own file."""
+    """What all client processes are to do; the word of the run's own file."""
 
     RUN = 0
     REST = 1
@@ -67,54 +58,10 @@ def phase_word(folder: Path) -> Words:
     return words(folder / "phase", 1)
 
 
-class Calls:
-    """Times calls of one process, and keeps what is wrong in a file of the run.
-
-    Args:
-        name: of the process.
-        counters: the process's; the harness says there for how long it was frozen.
-        complaints: a file that all processes append to.
-    """
-
-    def __init__(self, name: str, counters: Words, complaints: Path) -> None:
-        self.name = name
-        self.counters = counters
-        self._complaints = complaints
-
-    @contextmanager
-    def within(self, seconds: float, what: str) -> Iterator[None]:
-        """Complain where the block takes longer, save for time that the process was frozen."""
-        self.add(Count.CALLS)
-        frozen = self.counters[Count.STOPPED_NS]
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            away = (self.counters[Count.STOPPED_NS] - frozen) / 1e9
-            took = time.monotonic() - began - away
-            if took > seconds + SLACK_SECONDS:
-                self.complain(f"{what} took {took:.2f} s, {seconds:g} s are allowed")
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """The same for a call of a step, which waits for nobody."""
-        frozen, began = self.counters[Count.STOPPED_NS], time.monotonic_ns()
-        with self.within(0.0, what):
-            yield
-        if self.counters[Count.STOPPED_NS] == frozen:
-            took = time.monotonic_ns() - began
-            self.counters[Count.LONGEST_NS] = max(self.counters[Count.LONGEST_NS], took)
-        self.add(Count.STEP_CALLS)
-
-    def add(self, count: Count, more: int = 1) -> None:
-        """Count."""
-        self.counters[count] += more
-
-    def complain(self, text: str) -> None:
-        """Say that something is wrong; one line, whole or not at all."""
-        line = f"{time.monotonic():.3f} {self.name}: {text}\n"
-        with self._complaints.open("a", encoding="utf-8") as file:
-            file.write(line)
+GIVEN = struct.Struct("<16s16sIQ")
+"""A note in the file "given" of a slot that a scheduler gave to a key, as `Given` has it."""
+Given = tuple[bytes, bytes, int, int]
+"""Boot id of the daemon, namespace, slot, generation."""
 
 
 # ---------------------------------------------------------------------- engines
@@ -127,23 +74,14 @@ GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One engine.
-
-    Attributes:
-        name: the engine's.
-        model: engines of one model share chunks.
-        ranks: how many.
-        page: bytes of a page.
-        replicated: every rank holds the same bytes.
-        steps: its scheduler says at a step's end what it has to say, and not with each call.
-    """
+    """One engine."""
 
     name: str
-    model: str
+    model: str  # engines of one model share chunks
     ranks: int
     page: int = 4096
-    replicated: bool = False
-    steps: bool = True
+    replicated: bool = False  # every rank holds the same bytes
+    steps: bool = True  # its scheduler speaks at a step's end, and not with each call
 
     @property
     def layout(self) -> RankLayout:

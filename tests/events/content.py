@@ -1,8 +1,7 @@
 """Conversations of a model: chains of chunks with tokens, as an engine would describe them.
 
-Conversation n begins like conversation n // 2 and goes on by itself from a block of its own choice,
-which may be in the midst of a chunk: then two chunks share their first block. All is a function of
-the model's name, so every process knows the same.
+Conversation n begins like conversation n // 2, up to a block which may be in the midst of a chunk:
+then two chunks share their first block. All is a function of the model's name.
 """
 
 import hashlib
@@ -12,8 +11,8 @@ from functools import cache
 import numpy as np
 
 from kvd_proto.descriptions import Description, encode
+from tests.events.llmd import BLOCK_TOKENS
 
-BLOCK_TOKENS = 16
 FACTOR = 2  # blocks of a chunk
 CHUNKS = 6  # of a conversation
 BLOCKS = CHUNKS * FACTOR
@@ -25,16 +24,10 @@ UNDESCRIBED = 8  # one in so many of conversations' last two chunks has no descr
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a model's conversation.
+    """A block of a model's conversation."""
 
-    Attributes:
-        hash: as the engine has it, 32 bytes.
-        parent: the block before it; None: it is the first.
-        tokens: its own.
-    """
-
-    hash: bytes
-    parent: "Block | None"
+    hash: bytes  # as the engine has it, 32 bytes
+    parent: "Block | None"  # the block before it
     tokens: tuple[int, ...]
 
 

@@ -1,8 +1,10 @@
 """Announcements of chunks that come and go, and repeat rounds, in indexes, at every step."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from hypothesis import given
@@ -14,7 +16,6 @@ from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode
 from tests.events.content import FACTOR, MAIN_GROUP, Chunk, conversation
 from tests.events.expected import Expected, Held, Indexes
-from tests.events.wire import Batch, BlockRemoved, BlockStored, Event
 
 MODEL, TOPIC = "left", "kv@a@left"
 CONVERSATIONS = 6  # few, so that they meet
@@ -31,23 +32,17 @@ class Change(Enum):
 
 
 class Step(NamedTuple):
-    """Chunks begin..end - 1 of a conversation come or go.
-
-    missing: so many blocks of the first one are not there.
-    later: the next step is part of the same differences.
-    repeat: so many chunks are said again, or a round begins, if it is not 0.
-    lose: a router begins to lose messages, or hears again.
-    """
+    """Chunks begin..end - 1 of a conversation come or go."""
 
     change: Change
     number: int
     group: int
     begin: int
     end: int
-    missing: int
-    later: bool
-    repeat: int
-    lose: bool
+    missing: int  # so many blocks of the first chunk are not there
+    later: bool  # the next step is part of the same differences
+    repeat: int  # so many chunks are said again, or a round begins, if it is not 0
+    lose: bool  # a router begins to lose messages, or hears again
 
 
 steps = st.builds(
@@ -66,18 +61,12 @@ steps = st.builds(
 
 @dataclass
 class Listener:
-    """A router's indexes.
-
-    Attributes:
-        is_deaf: it loses what is published now.
-        exact: it has heard everything, or a whole round and all since.
-        in_round: it has heard all of the round that is under way.
-    """
+    """A router's indexes."""
 
     indexes: Indexes = field(default_factory=Indexes)
-    exact: bool = False
-    is_deaf: bool = False
-    in_round: bool = False
+    exact: bool = False  # it has heard everything, or a whole round and all since
+    is_deaf: bool = False  # it loses what is published now
+    in_round: bool = False  # it has heard all of the round that is under way
 
 
 @dataclass
@@ -158,7 +147,7 @@ class Published:
         listener.exact = listener.in_round = False
 
     def _hear(self, announced: list[StoredBlocks | RemovedBlocks]) -> None:
-        batch = Batch(0.0, [event_of(each) for each in announced], 0)
+        batch = SimpleNamespace(events=[event_of(blocks) for blocks in announced])
         for listener in self.listeners:
             if not listener.is_deaf:
                 listener.indexes.take(TOPIC, batch)
@@ -174,25 +163,32 @@ class Published:
         return dict(+total)
 
 
-def event_of(blocks: StoredBlocks | RemovedBlocks) -> Event:
+class BlockRemoved(NamedTuple):
+    """What the indexes read of vLLM's event."""
+
+    block_hashes: Sequence[bytes]
+    medium: str
+    group_idx: int | None
+
+
+class BlockStored(NamedTuple):
+    """What the indexes read of vLLM's event."""
+
+    block_hashes: Sequence[bytes]
+    medium: str
+    group_idx: int | None
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    lora_name: str | None
+
+
+def event_of(blocks: StoredBlocks | RemovedBlocks) -> BlockStored | BlockRemoved:
     """The event that says this."""
-    medium = "STORAGE" if blocks.in_tiers else "CPU"
+    removed = BlockRemoved(blocks.hashes, "STORAGE" if blocks.in_tiers else "CPU", blocks.group)
     if isinstance(blocks, RemovedBlocks):
-        return BlockRemoved(list(blocks.hashes), medium, blocks.group)
+        return removed
     tokens = memoryview(blocks.tokens).cast("I").tolist()
-    return BlockStored(
-        list(blocks.hashes),
-        blocks.parent or None,
-        tokens,
-        blocks.block_size,
-        None,
-        medium,
-        blocks.lora,
-        None if blocks.extra is None else list(blocks.extra),
-        blocks.group,
-        blocks.kind or None,
-        blocks.window,
-    )
+    return BlockStored(*removed, blocks.parent or None, tokens, blocks.lora)
 
 
 @given(st.lists(steps, min_size=STEPS // 2, max_size=STEPS))

@@ -1,50 +1,183 @@
-"""Valid sessions, made from a seed: an engine's whole life, and an operator's tool."""
+"""Sessions as sequences of frames that can be kept, mutated, and played again.
+
+What only a running daemon knows (lanes' tokens, slots) stands in the frames as a mark;
+`Marks.resolve` puts the real thing there when a frame is sent. So a file of frames can be played
+against any daemon, and a mutation that hits a mark makes a wrong token, a wrong slot.
+
+Valid sessions are made from a seed: an engine's whole life, and an operator's tool. A function that
+plays a script raises `Finding` on a fault.
+"""
 
 import random
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from msgspec.structs import fields
+import msgspec
+from msgspec.structs import fields, replace
 
+from kvd_proto.codec import WIRE
+from kvd_proto.errors import DecodeError
 from kvd_proto.jobs import CONTROL_BYTES, IntArray, JobBlocks
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.layout import GroupSpec, RankLayout, TensorSpec
 from kvd_proto.messages import (
     LABEL_ONLY,
-    PROTOCOL_VERSION,
     REPLY_OF,
+    Attached,
     Cancel,
     Clear,
     Explain,
     Fingerprint,
-    Hello,
     HostHandle,
+    Job,
     Join,
     Kind,
     KvEvents,
     Label,
+    LaneUp,
     Load,
     Lookups,
     Message,
     Pin,
     Ping,
-    Register,
     Reset,
     Resume,
     Status,
     Step,
+    Stepped,
     Store,
     Unregister,
     Wait,
 )
-from tests.fuzz.script import GENERATION, NAMESPACE, SLOT, Act, Script, Where, request, token_mark
+from tests.broker.brokers import hello, register
+from tests.layouts import flat_layout
+
+C = TypeVar("C", JobBlocks, Pin, Step)
+Where = Literal["open", "close", "broker", "lane", "time"]
+
+NAMESPACE = b"<its namespace>."
+SLOT = 2**32 - 256  # + i: the i-th slot that was lent, to whomever
+GENERATION = 2**63  # + i: its generation
+
+
+def token_mark(actor: int) -> bytes:
+    """Stands for the token that an actor got with LaneUp."""
+    return b"<token mark %03d>" % actor
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One step of an actor, who has a session, and a connection to a lane once there is one."""
+
+    actor: int
+    where: Where  # "open" and "close" are the session's, "time" passes `actor` seconds
+    frame: bytes = b""  # a message; empty for none
+    fds: tuple[str, ...] = ()  # descriptors that go along, by what they are: "mem:4096", "pipe"
+    bare: bool = False  # the frame's bytes are sent as they are, and are no message
+
+
+Script = tuple[Act, ...]
+Play = Callable[[Script], None]
+
+
+class Finding(Exception):
+    """A script has shown a fault: a crash, or a leak where `leak` is set."""
+
+    def __init__(self, text: str, *, leak: bool = False) -> None:
+        super().__init__(text)
+        self.leak = leak
+
+
+def request(
+    actor: int, where: Where, message: Message, request_id: int, fds: tuple[str, ...] = ()
+) -> Act:
+    """A valid frame."""
+    return Act(actor, where, WIRE.encode(message, request_id), fds)
+
+
+@dataclass(slots=True)
+class Marks:
+    """What marks stand for in one play."""
+
+    tokens: dict[bytes, bytes] = field(default_factory=dict)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    namespace: bytes = bytes(16)
+
+    def learn(self, actor: int, message: Message) -> None:
+        """A reply or a notice to an actor has told something that marks stand for."""
+        if isinstance(message, Stepped):
+            self.slots += message.slots.numpy().tolist()
+            self.generations += message.generations.numpy().tolist()
+        elif isinstance(message, Attached):
+            self.namespace = message.namespace
+        elif isinstance(message, LaneUp):
+            self.tokens[token_mark(actor)] = message.token
+
+    def resolve(self, frame: bytes) -> bytes:
+        """The frame as it is to be sent."""
+        try:
+            header, message = WIRE.decode(frame)
+        except DecodeError:
+            return frame
+        real = self._real(message)
+        return frame if real is message else WIRE.encode(real, header.request_id)
+
+    def _real(self, message: Message) -> Message:
+        match message:
+            case Join(token=token) if token in self.tokens:
+                return Join(token=self.tokens[token])
+            case Job(blocks=blocks):
+                return replace(message, blocks=self._chunks(blocks))
+            case Step(pins=pins):
+                real = self._chunks(message)
+                return replace(real, pins=tuple([self._chunks(pin) for pin in pins]))
+            case Clear(namespace=namespace) if namespace == NAMESPACE:
+                return replace(message, namespace=self.namespace)
+        return message
+
+    def _chunks(self, part: C) -> C:
+        """The same with the slots and generations that are meant."""
+        slots = _real(part.slots, SLOT, self.slots)
+        generations = _real(part.generations, GENERATION, self.generations)
+        return replace(part, slots=slots, generations=generations)
+
+
+def _real(marks: IntArray, first: int, values: Sequence[int]) -> IntArray:
+    real = [
+        values[mark - first] if 0 <= mark - first < len(values) else mark
+        for mark in marks.numpy().tolist()
+    ]
+    return IntArray.of(real, marks.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A script that a target did not take well, and what was seen."""
+
+    target: str
+    seed: int
+    problem: str
+    script: Script
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, frames in base64."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "Case":
+        """Read what `save` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
 
 NAMES = 4  # engines, and models, that one run knows
 
 
 class _Session:
-    """Collects steps; request ids count up. Actors' numbers begin at `base`."""
+    """Steps of actors whose numbers begin at `base`; request ids count up."""
 
     def __init__(self, rng: random.Random, base: int) -> None:
         self.rng = rng
@@ -55,20 +188,11 @@ class _Session:
     def ask(
         self, actor: int, message: Message, where: Where = "broker", fds: tuple[str, ...] = ()
     ) -> None:
-        step = request(self.base + actor, where, message, next(self._ids))
-        self.steps.append(replace(step, fds=fds))
+        self.steps.append(request(self.base + actor, where, message, next(self._ids), fds))
 
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
         self.steps.append(Act(self.base + actor, "open"))
-        hello = Hello(
-            kind=kind,
-            engine=engine,
-            pid=4242,
-            protocol_min=PROTOCOL_VERSION,
-            protocol_max=PROTOCOL_VERSION,
-            client="fuzz",
-        )
-        self.ask(actor, hello)
+        self.ask(actor, hello(kind, engine))
 
 
 class _Engine(_Session):
@@ -83,10 +207,9 @@ class _Engine(_Session):
     def register(self, rank: int) -> None:
         self.enter(1 + rank, "worker", self.name)
         storages = self.layout.storages
-        message = Register(
+        message = register(
             rank=rank,
             world_size=len(self.ranks),
-            device="host",
             fingerprint=Fingerprint(model=self.model, dtype="bfloat16"),
             layout=self.layout,
             handles=tuple(HostHandle(fd_index=i + 1) for i in range(len(storages))),
@@ -100,18 +223,9 @@ class _Engine(_Session):
         """On every rank."""
         blocks = range(1, 1 + chunks * self.layout.blocks_per_chunk)  # block 0 is the null block
         others = [0] * (len(self.layout.groups) - 1)
-        message = kind(
-            job=number,
-            blocks=JobBlocks.of(
-                blocks,
-                [len(blocks), *others],
-                [0, *others],
-                *self.given(chunks),
-            ),
-            after=0,
-            deadline_ms=5000,
-            **({"word": 1} if kind is Store else {}),
-        )
+        arrays = JobBlocks.of(blocks, [len(blocks), *others], [0, *others], *self.given(chunks))
+        word = {"word": 1} if kind is Store else {}
+        message = kind(job=number, blocks=arrays, after=0, deadline_ms=5000, **word)
         for rank in self.ranks:
             self.ask(1 + rank, message, "lane")
 
@@ -158,26 +272,15 @@ def random_layout(rng: random.Random) -> RankLayout:
     """One of the kinds of memory that engines have, small."""
     blocks, factor = rng.choice([17, 32]), rng.choice([1, 1, 2, 4])
     page, tensors = rng.choice([512, 4096, 8192]), rng.choice([1, 2, 3])
-    one_storage = rng.random() < 0.3
-    refs = tuple(TensorRef(i, page) for i in range(tensors))
-    groups = [GroupSpec(refs, 16)]
+    layout = flat_layout(*[page] * tensors, blocks=blocks, factor=factor)
+    if rng.random() < 0.3:
+        specs = tuple(TensorSpec(0, i * blocks * page, page, page) for i in range(tensors))
+        layout = replace(layout, storages=(sum(layout.storages),), tensors=specs)
     if rng.random() < 0.4:
-        groups.append(GroupSpec(refs[-1:], 16, "window", 64))
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=factor,
-        hash_block_size=16,
-        storages=(blocks * page * tensors,) if one_storage else (blocks * page,) * tensors,
-        tensors=tuple(
-            TensorSpec(0, i * blocks * page, page, page)
-            if one_storage
-            else TensorSpec(i, 0, page, page)
-            for i in range(tensors)
-        ),
-        groups=tuple(groups),
-        replicated=rng.random() < 0.2,
-        null_block=rng.choice([None, 0, blocks - 1]),
-    )
+        window = GroupSpec(layout.groups[0].refs[-1:], 16, "window", 64)
+        layout = replace(layout, groups=(*layout.groups, window))
+    replicated, null_block = rng.random() < 0.2, rng.choice([None, 0, blocks - 1])
+    return replace(layout, replicated=replicated, null_block=null_block)
 
 
 def engine_session(rng: random.Random, base: int = 0) -> Script:

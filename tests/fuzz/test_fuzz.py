@@ -16,10 +16,8 @@ from kvd_proto.messages import REPLY_OF, TAGS
 from tests.fuzz.core_target import CorePlay, play_core
 from tests.fuzz.live_target import live_target
 from tests.fuzz.mutate import CHANGES, mutated, random_script
-from tests.fuzz.run import TARGETS
-from tests.fuzz.script import Case
-from tests.fuzz.sessions import engine_session, session
-from tests.fuzz.target import Finding, play_codec
+from tests.fuzz.run import TARGETS, play_codec
+from tests.fuzz.sessions import Case, Finding, engine_session, session
 from tests.waiting import eventually
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))

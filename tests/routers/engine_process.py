@@ -6,9 +6,7 @@ the sets of chunks that `Scheduler.take_changes` returned, in memory and in tier
 tiers it requests promotions of some of what it uses.
 """
 
-import faulthandler
 import random
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -33,53 +31,33 @@ from tests.events.content import (
     Chunk,
     conversation,
 )
+from tests.routers.indexer import endpoints
 
 NAP_SECONDS = 0.005
 BLOCKS = CHUNKS * FACTOR + 1  # one is the null block
 PARTIAL = 0.2  # so many of a window's stores begin with the last block of a chunk
-SOUGHT = 0.3  # of conversations, below the pool
+PROMOTED = 0.3  # of conversations
 JOB_SECONDS = 10.0  # a lane may have been killed meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One engine; those of one model share its chunks.
-
-    Attributes:
-        name: of the engine.
-        instance: its number for routers.
-        model: whose conversations it stores.
-        ranks: of the engine.
-        repeat_seconds: in which it publishes everything once more; 0: never.
-    """
+    """One engine; those of one model share its chunks."""
 
     name: str
-    instance: int
-    model: str
+    instance: int  # its number for routers
+    model: str  # whose conversations it stores
     ranks: int
-    repeat_seconds: float
+    repeat_seconds: float  # in which it publishes everything once more; 0: never
 
     @property
     def topic(self) -> str:
         """Under which it publishes, as llm-d expects it."""
         return f"kv@{self.name}@{self.model}"
 
-    def endpoint(self, folder: Path) -> str:
-        """Return where it publishes."""
-        return f"ipc://{folder}/{self.name}.events"
-
-    def replay_endpoint(self, folder: Path) -> str:
-        """Return where it replays what was missed."""
-        return f"ipc://{folder}/{self.name}.replay"
-
 
 class RecordingScheduler:
-    """A scheduler that records which chunks its changes have named.
-
-    Attributes:
-        ready: keys of chunks that are READY, by what was returned so far.
-        in_tiers: keys of those in tiers.
-    """
+    """A scheduler that records which chunks its changes have named."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -100,15 +78,7 @@ class RecordingScheduler:
 
 
 class Member:
-    """One engine's life. It publishes from its first "run" on: routers are connected by then.
-
-    Args:
-        pipe: from which commands come.
-        engine: with its ranks.
-        spec: of the engine.
-        folder: of its sockets.
-        seed: of its choices.
-    """
+    """One engine's life. It publishes from its first "run" on: routers are connected by then."""
 
     def __init__(
         self, pipe: Connection, engine: Engine, spec: Spec, folder: Path, seed: int
@@ -120,9 +90,7 @@ class Member:
         self._publishing = False
         self._recorded = RecordingScheduler(engine.scheduler)
         self._events = PoolEvents(self._recorded, [MAIN_GROUP], spec.repeat_seconds)  # type: ignore[arg-type]  # it delegates
-        self._publisher = ZmqEventPublisher(
-            0, spec.endpoint(folder), spec.replay_endpoint(folder), topic=spec.topic
-        )
+        self._publisher = ZmqEventPublisher(0, *endpoints(folder, spec.name), topic=spec.topic)
 
     def live(self) -> None:
         """Obey until the pipe says "end" or is closed."""
@@ -132,32 +100,28 @@ class Member:
                     command = self._pipe.recv()
                     if command == "end":
                         return
-                    self._do(command)
+                    self._pipe.send(self._obey(command))
                 if self._running:
-                    self._turn()
-                self._end_step()
+                    self._store_and_use()
+                self._engine.scheduler.end_step()
+                if self._publishing and (events := self._events.take()):
+                    self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
-    def _do(self, command: str) -> None:
+    def _obey(self, command: str) -> object:
         scheduler = self._engine.scheduler
         if command == "reset":
             scheduler.reset()
         elif command == "known":
             complete = scheduler.attached and not scheduler.changes_waiting
-            self._pipe.send((complete, self._recorded.ready, self._recorded.in_tiers))
+            return (self._recorded.ready, self._recorded.in_tiers) if complete else None
         elif command == "probe":
             self._publisher.publish(KVEventBatch(ts=time.time(), events=[]))
-            self._pipe.send(command)
         else:
             self._running = command == "run"
             self._publishing |= self._running
-            self._pipe.send(command)
+        return command
 
-    def _end_step(self) -> None:
-        self._engine.scheduler.end_step()
-        if self._publishing and (events := self._events.take()):
-            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
-
-    def _turn(self) -> None:
+    def _store_and_use(self) -> None:
         """Store the beginning of a conversation, as far as there is room, and use all of it."""
         chance, engine = self._random, self._engine
         group = chance.randrange(len(KINDS))
@@ -165,7 +129,7 @@ class Member:
         chunks = conversation(engine.model, number, group)[: chance.randint(1, CHUNKS)]
         missing = FACTOR - 1 if group and chance.random() < PARTIAL else 0
         keys = [chunk.key for chunk in chunks]
-        if engine.scheduler.tiers and chance.random() < SOUGHT:
+        if engine.scheduler.tiers and chance.random() < PROMOTED:
             engine.scheduler.request_promotion(keys)
         ranges = [(missing, FACTOR - missing), *[(0, FACTOR)] * (len(keys) - 1)]
         described = [chunk.description() for chunk in chunks]
@@ -186,24 +150,22 @@ class Member:
         for worker in engine.workers.values():
             worker.submit(Store, engine.job, arrays)
         engine.scheduler.end_step()  # lanes wait for it
-        done = True
+        success = True
         for worker in engine.workers.values():
             worker.wait([engine.job], JOB_SECONDS)
             results = {result.job_id: result.success for result in worker.get_finished()}
-            done &= results.get(engine.job, False)
-        engine.scheduler.complete_store(ticket, success=done)
+            success &= results.get(engine.job, False)
+        engine.scheduler.complete_store(ticket, success=success)
 
 
 def run_engine(pipe: Connection, folder: Path, spec: Spec, seed: int) -> None:
     """Run one engine in this process until its pipe ends it."""
     with (folder / f"{spec.name}.log").open("a") as log:
         sys.stdout = sys.stderr = log
-        faulthandler.register(signal.SIGUSR1, log)
         layout = make_layout(blocks=BLOCKS)
         run = folder / "run"
         with Engine(
             run, spec.name, spec.ranks, spec.model, layout, steps=True, events=True
         ) as engine:
-            member = Member(pipe, engine, spec, folder, seed)
-            pipe.send(spec.name)
-            member.live()
+            pipe.send("started")
+            Member(pipe, engine, spec, folder, seed).live()

@@ -1,8 +1,8 @@
 """Runs Dynamo's indexer in this process's network namespace and answers requests to it.
 
 Standard input carries requests, one JSON array [method, path, body] a line; standard output
-carries answers, [status, body]. The first line out says whether the indexer has started. At the
-end of the input the indexer ends. It also ends if this process is killed.
+carries answers, [status, body]. The first line out says why the indexer has not started, or is
+empty. The indexer ends with the input, or if this process is killed.
 """
 
 import json
@@ -18,7 +18,7 @@ REQUEST_SECONDS = 30.0
 POLL_SECONDS = 0.02
 
 
-def request(method: str, path: str, body: Any) -> tuple[int, Any]:
+def request(method: str, path: str, body: Any = None) -> tuple[int, Any]:
     """Send one HTTP request to the indexer; returns the status and the decoded answer."""
     connection = HTTPConnection("127.0.0.1", PORT, timeout=REQUEST_SECONDS)
     try:
@@ -41,17 +41,12 @@ def await_health(indexer: subprocess.Popen[bytes]) -> str:
         if indexer.poll() is not None:
             return f"the indexer ended with status {indexer.returncode}"
         try:
-            request("GET", "/health", None)
+            request("GET", "/health")
         except OSError:
             time.sleep(POLL_SECONDS)
         else:
             return ""
     return f"the indexer does not serve HTTP after {START_SECONDS:g} s"
-
-
-def answer(value: object) -> None:
-    """Write one line to standard output."""
-    print(json.dumps(value), flush=True)
 
 
 def main() -> None:
@@ -65,12 +60,13 @@ def main() -> None:
         stderr=sys.stderr,
     )
     try:
-        answer(await_health(indexer))
+        print(json.dumps(await_health(indexer)), flush=True)
         for line in sys.stdin:
             try:
-                answer(request(*json.loads(line)))
+                answer = request(*json.loads(line))
             except OSError as failure:
-                answer([0, str(failure)])
+                answer = (0, str(failure))
+            print(json.dumps(answer), flush=True)
     finally:
         indexer.kill()
         indexer.wait(REQUEST_SECONDS)

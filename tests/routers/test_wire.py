@@ -4,11 +4,11 @@ Events are vLLM's own structures, encoded as vLLM's publisher encodes them. Each
 states what is published and what the router knows of `PROMPT` then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
+from tests.routers.indexer import NOTHING, DynamoIndexer, Matched, endpoints
 from tests.waiting import PATIENCE, eventually
 
 BLOCK = 4
@@ -28,7 +28,6 @@ PROMPT = range(1, 25)  # blocks 11 to 16
 FIRST = 11
 MARKER = 1_000_000  # first token, and hash, of the first marker: see `Worker.known`
 MEDIA = ("GPU", "CPU", "STORAGE")
-Batch = Sequence[Any]
 
 
 def tokens_of(block: int) -> list[int]:
@@ -80,15 +79,16 @@ _numbers = count(1)  # an instance has one model
 class Worker:
     """An engine's publisher, an instance of the indexer while it is entered."""
 
-    def __init__(self, indexer: DynamoIndexer, endpoint: str, model: str) -> None:
+    def __init__(self, indexer: DynamoIndexer, folder: Path, model: str) -> None:
         self._number = next(_numbers)
         self._model = model
         self._indexer = indexer
-        self._endpoint = endpoint
-        self._sequences = count()
+        folder.mkdir(exist_ok=True)
+        self._endpoint, _ = endpoints(folder, f"worker-{self._number}")
+        self._next_sequence = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._socket.bind(self._endpoint)
 
     def __enter__(self) -> Self:
         self._indexer.register(self._number, self._endpoint, self._model, BLOCK)
@@ -102,14 +102,14 @@ class Worker:
 
     def publish(self, *events: Any, number: int | None = None) -> None:
         """Publish events in one batch, with the next sequence number or this one."""
-        sequence = next(self._sequences) if number is None else number
+        if number is None:
+            number, self._next_sequence = self._next_sequence, self._next_sequence + 1
         payload = msgspec.msgpack.encode(KVEventBatch(TIME, list(events), 0))
-        self._socket.send_multipart([b"kv@engine", sequence.to_bytes(8, "big"), payload])
+        self._socket.send_multipart([b"kv@engine", number.to_bytes(8, "big"), payload])
 
     def skip(self, batches: int) -> None:
         """Leave out sequence numbers, as if so many batches were lost."""
-        for _ in range(batches):
-            next(self._sequences)
+        self._next_sequence += batches
 
     def known(self, **query: str) -> Matched:
         """What the router knows of `PROMPT` when it has taken all that was published.
@@ -121,10 +121,10 @@ class Worker:
             self.publish(stored(tokens[0], medium=medium, token_ids=list(tokens)))
         for tokens in ends:
             eventually(
-                partial(self._indexer.query, tokens, self._model),
-                lambda known: self._number in known,
+                partial(self._indexer.query, self._number, tokens, self._model),
+                lambda known: known != NOTHING,
             )
-        return self._indexer.query(PROMPT, self._model, **query).get(self._number, NOTHING)
+        return self._indexer.query(self._number, PROMPT, self._model, **query)
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +135,10 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]
 
 
 @pytest.fixture
-def endpoints(runtime_dir: Path) -> Callable[[str], str]:
-    """Endpoints of this test, by name."""
-    runtime_dir.mkdir()
-    return lambda name: f"ipc://{runtime_dir}/{name}"
-
-
-@pytest.fixture
-def worker(indexer: DynamoIndexer, endpoints: Callable[[str], str], label: str) -> Iterator[Worker]:
+def worker(indexer: DynamoIndexer, runtime_dir: Path, label: str) -> Iterator[Worker]:
     """A publisher that the indexer hears, the only one of its model."""
-    with Worker(indexer, endpoints("events"), label) as heard:
+    with Worker(indexer, runtime_dir, label) as heard:
         yield heard
-
-
-class Form(NamedTuple):
-    """A row: batches that are published, and what is known of `PROMPT` then."""
-
-    name: str
-    batches: Sequence[Batch]
-    known: Matched
-    query: Mapping[str, str] = {}
 
 
 KVD: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention", "locality": "LOCAL"}
@@ -164,94 +148,78 @@ WINDOW: dict[str, Any] = {
 }
 PICTURE = ("ab" * 32, 0)
 
-FORMS = [
-    # What kvd's connector publishes of memory, of tiers of this node, of shared tiers.
-    Form("kvd tier", [[stored(11, 12, medium="STORAGE", **KVD)]], blocks(disk=2)),
-    Form(
-        "kvd shared tier",
-        [[stored(11, 12, medium="STORAGE", **KVD | {"locality": "REMOTE"})]],
+# What is known of `PROMPT` after these batches, most of one event.
+FORMS: dict[str, tuple[Matched, *tuple[Any, ...]]] = {
+    # What kvd's connector publishes of tiers of this node, of shared tiers.
+    "kvd tier": (blocks(disk=2), stored(11, 12, medium="STORAGE", **KVD)),
+    "kvd shared tier": (
         NOTHING,
+        stored(11, 12, medium="STORAGE", **KVD | {"locality": "REMOTE"}),
     ),
-    # Media.
-    Form("unknown medium", [[stored(11, 12, medium="TAPE")]], NOTHING),
-    # Where, and whose.
-    Form("ownership", [[stored(11, 12, ownership="kvd")]], NOTHING),
+    # Media; where, and whose.
+    "unknown medium": (NOTHING, stored(11, 12, medium="TAPE")),
+    "ownership": (NOTHING, stored(11, 12, ownership="kvd")),
     # KV-cache groups.
-    Form("kind sliding window", [[stored(11, **WINDOW)]], NOTHING),
+    "kind sliding window": (NOTHING, stored(11, **WINDOW)),
     # On disk groups are not told apart: so kvd publishes one of them only.
-    Form("kind sliding window on disk", [[stored(11, medium="STORAGE", **WINDOW)]], blocks(disk=1)),
-    Form(
-        "removed of a window's group on disk",
-        [
-            [stored(11, medium="STORAGE", group_idx=0, kv_cache_spec_kind="full_attention")],
-            [stored(11, medium="STORAGE", group_idx=1, **WINDOW)],
-            [removed(11, medium="STORAGE", group_idx=1)],
-        ],
+    "kind sliding window on disk": (blocks(disk=1), stored(11, medium="STORAGE", **WINDOW)),
+    "removed of a window's group on disk": (
         NOTHING,
+        stored(11, medium="STORAGE", group_idx=0, kv_cache_spec_kind="full_attention"),
+        stored(11, medium="STORAGE", group_idx=1, **WINDOW),
+        removed(11, medium="STORAGE", group_idx=1),
+    ),
+    "removed of a window's group": (
+        blocks(cpu=1),
+        stored(11, **KVD),
+        stored(11, group_idx=1, **WINDOW),
+        removed(11, group_idx=1),
     ),
     # Sizes and tokens.
-    Form("another block size", [[stored(11, block_size=2 * BLOCK)]], NOTHING),
-    Form("block size 0, no tokens", [[stored(11, block_size=0, token_ids=[])]], NOTHING),
+    "another block size": (NOTHING, stored(11, block_size=2 * BLOCK)),
+    "block size 0, no tokens": (NOTHING, stored(11, block_size=0, token_ids=[])),
     # What else a block's hash is made of.
-    Form("adapter, asked without", [[stored(11, lora_name="sql")]], NOTHING),
-    Form("adapter", [[stored(11, lora_name="sql")]], blocks(cpu=1), {"lora_name": "sql"}),
-    Form("cache salt, asked without", [[stored(11, extra_keys=[("salt",)])]], blocks(cpu=1)),
-    Form(
-        "cache salt",
-        [[stored(11, extra_keys=[("salt",)])]],
-        NOTHING,
-        {"cache_salt": "salt"},
-    ),
-    Form("picture, asked without", [[stored(11, extra_keys=[(PICTURE,)])]], blocks(cpu=1)),
+    "adapter, asked without": (NOTHING, stored(11, lora_name="sql")),
+    "adapter": (blocks(cpu=1), stored(11, lora_name="sql")),
+    "cache salt, asked without": (blocks(cpu=1), stored(11, extra_keys=[("salt",)])),
+    "cache salt": (NOTHING, stored(11, extra_keys=[("salt",)])),
+    "picture, asked without": (blocks(cpu=1), stored(11, extra_keys=[(PICTURE,)])),
     # Hashes.
-    Form("hashes of 32 bytes", [[stored(11, 12, hashed=wide)]], NOTHING),
-    Form("a batch with one of them", [[stored(11, hashed=wide), stored(11, 12)]], NOTHING),
+    "hashes of 32 bytes": (NOTHING, stored(11, 12, hashed=wide)),
+    "a batch with one of them": (NOTHING, [stored(11, hashed=wide), stored(11, 12)]),
     # Parents that are unknown.
-    Form(
-        "unknown parent on the device",
-        [[stored(12, parent=11, medium="GPU")], [stored(11, medium="GPU")]],
+    "unknown parent on the device": (
         blocks(gpu=1),
+        stored(12, parent=11, medium="GPU"),
+        stored(11, medium="GPU"),
     ),
-    Form("unknown parent in memory", [[stored(12, parent=11)], [stored(11)]], blocks(cpu=2)),
-    Form(
-        "unknown parent on disk",
-        [[stored(12, parent=11, medium="STORAGE")], [stored(11, medium="STORAGE")]],
+    "unknown parent in memory": (blocks(cpu=2), stored(12, parent=11), stored(11)),
+    "unknown parent on disk": (
         blocks(disk=2),
+        stored(12, parent=11, medium="STORAGE"),
+        stored(11, medium="STORAGE"),
     ),
     # Chains over several media.
-    Form(
-        "device, memory, disk",
-        [
-            [stored(11, medium="GPU")],
-            [stored(12, parent=11)],
-            [stored(13, parent=12, medium="STORAGE")],
-        ],
+    "device, memory, disk": (
         blocks(gpu=1, cpu=1, disk=1),
+        stored(11, medium="GPU"),
+        stored(12, parent=11),
+        stored(13, parent=12, medium="STORAGE"),
     ),
-    Form(
-        "memory, then device", [[stored(11)], [stored(12, parent=11, medium="GPU")]], blocks(cpu=1)
-    ),
-    # Removals.
-    Form(
-        "removed of a window's group",
-        [[stored(11, **KVD)], [stored(11, group_idx=1, **WINDOW)], [removed(11, group_idx=1)]],
-        blocks(cpu=1),
-    ),
+    "memory, then device": (blocks(cpu=1), stored(11), stored(12, parent=11, medium="GPU")),
     # Counting.
-    Form(
-        "stored twice, removed once",
-        [[stored(11, 12)], [stored(11, 12)], [removed(12)]],
-        blocks(cpu=1),
-    ),
-]
+    "stored twice, removed once": (blocks(cpu=1), stored(11, 12), stored(11, 12), removed(12)),
+}
+QUERIES = {"adapter": {"lora_name": "sql"}, "cache salt": {"cache_salt": "salt"}}
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_known_after_events(worker: Worker, form: Form) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_known_after_events(worker: Worker, form: str) -> None:
     """The router knows of the prompt what the row says, when it has taken the row's events."""
-    for batch in form.batches:
-        worker.publish(*batch)
-    assert worker.known(**form.query) == form.known
+    known, *batches = FORMS[form]
+    for batch in batches:
+        worker.publish(*(batch if isinstance(batch, list) else [batch]))
+    assert worker.known(**QUERIES.get(form, {})) == known
 
 
 def test_lost_batches_stay_lost_without_replay(worker: Worker) -> None:
@@ -272,13 +240,13 @@ def test_numbers_that_start_again_are_dropped(worker: Worker) -> None:
 
 
 def test_a_registration_anew_takes_numbers_from_the_start(
-    indexer: DynamoIndexer, endpoints: Callable[[str], str], label: str
+    indexer: DynamoIndexer, runtime_dir: Path, label: str
 ) -> None:
     """An engine that was unregistered has no blocks, and may begin at 0 when it is registered."""
-    with Worker(indexer, endpoints("first"), label) as first:
+    with Worker(indexer, runtime_dir, label) as first:
         first.skip(10)
         first.publish(stored(11, 12))
         assert first.known() == blocks(cpu=2)
-    with Worker(indexer, endpoints("second"), label) as second:
+    with Worker(indexer, runtime_dir, label) as second:
         second.publish(stored(11))
         assert second.known() == blocks(cpu=1)

@@ -1,27 +1,29 @@
 """A daemon, four engines that publish, and routers that read what they publish."""
 
-import json
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import KVEventBatch
 
 from kvd_proto.changes import HEAD_AT
-from tests.chaos.processes import Config, Daemon
+from tests.chaos.world import Config, Daemon
 from tests.daemon.serving import finding_doubles
 from tests.daemon.slots import directory_fd
-from tests.events.content import BLOCK_TOKENS
-from tests.events.expected import Expected, held, held_below
+from tests.events.expected import Expected, Indexes, held, held_below
+from tests.events.llmd import BLOCK_TOKENS
 from tests.processes import children_running
 from tests.routers.engine_process import Spec, run_engine
-from tests.routers.indexer import DynamoIndexer
-from tests.routers.subscriber import Subscriber
+from tests.routers.indexer import DynamoIndexer, endpoints
 from tests.waiting import PATIENCE, eventually
 
 CONFIG: Config = {
@@ -30,8 +32,8 @@ CONFIG: Config = {
     "keep-pool": "yes",
     "quota": '{left = {cap = "60%"}, right = {floor = "25%"}}',
 }
+# The tier has room for a third more than the pool, and drops the oldest for each further one.
 WITH_TIER: Config = CONFIG | {"tier": "memory:,size=8MiB,keep=all"}
-"""The tier has room for a third more than the pool, and drops the oldest for each further one."""
 
 REPEAT_SECONDS = 2.0
 SPECS = (
@@ -45,106 +47,107 @@ EVERYTHING = "everything"
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.routers.engine_process"])  # vLLM is imported once
+_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 
 class EngineProcess:
-    """An engine: the process that runs, has run last or will run.
-
-    Args:
-        folder: of the run.
-        spec: which engine.
-        seed: of its choices.
-    """
+    """An engine: the process that runs, has run last or will run."""
 
     def __init__(self, folder: Path, spec: Spec, seed: int) -> None:
         self.spec = spec
-        self.endpoint, self.replay = spec.endpoint(folder), spec.replay_endpoint(folder)
+        self.endpoint, self.replay = endpoints(folder, spec.name)
         self._folder = folder
-        self._log = folder / f"{spec.name}.log"
         self._seed = seed
-        self._process: ForkServerProcess | None = None
-        self._pipe: Connection | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it has a process."""
-        return self._process is not None
+        self.process: ForkServerProcess | None = None
+        self._pipe: Connection
 
     @property
     def pid(self) -> int:
         """Of its process."""
-        assert self._process is not None
-        assert self._process.pid is not None
-        return self._process.pid
+        assert self.process is not None
+        assert self.process.pid is not None
+        return self.process.pid
 
     def start(self) -> None:
         """Start the next process; returns once it has connected to the daemon."""
         self._pipe, theirs = _FORKS.Pipe()
         self._seed += 1
         arguments = (theirs, self._folder, self.spec, self._seed)
-        self._process = _FORKS.Process(target=run_engine, args=arguments, daemon=True)
-        self._process.start()
+        self.process = _FORKS.Process(target=run_engine, args=arguments, daemon=True)
+        self.process.start()
         theirs.close()
-        assert self._pipe.poll(PATIENCE)
-        assert self._pipe.recv() == self.spec.name
-
-    def tell(self, command: str) -> None:
-        """Send a command that it does not answer."""
-        assert self._pipe is not None
-        self._pipe.send(command)
+        self._answer()
 
     def ask(self, command: str) -> object:
         """Send a command and return its answer."""
-        self.tell(command)
-        assert self._pipe is not None
+        self._pipe.send(command)
+        return self._answer()
+
+    def _answer(self) -> object:
         assert self._pipe.poll(PATIENCE), f"{self.spec.name} does not answer"
         return self._pipe.recv()
 
-    def known(self) -> tuple[set[bytes], set[bytes]] | None:
-        """Return the keys that its scheduler knows in memory and in tiers.
-
-        None while there is more to take.
-        """
-        answer = self.ask("known")
-        assert isinstance(answer, tuple)
-        complete, ready, in_tiers = answer
-        return (ready, in_tiers) if complete else None
-
-    def stacks(self) -> str:
-        """Return where its threads are, for an error."""
-        os.kill(self.pid, signal.SIGUSR1)
-        return eventually(self._log.read_text, lambda text: "Current thread" in text)
-
     def end(self, *, kill: bool = False) -> None:
         """End its process, in order or by SIGKILL."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is None:
             return
         if kill:
             process.kill()
         else:
-            self.tell("end")
+            self._pipe.send("end")
         process.join(PATIENCE)
         assert process.exitcode is not None
-        assert self._pipe is not None
         self._pipe.close()
 
 
+class Subscriber:
+    """Rebuilt indexes of routers, fed with the bytes that engines publish."""
+
+    def __init__(self) -> None:
+        self.indexes = Indexes()
+        self.events = 0  # that came
+        self.errors: list[str] = []  # wrong sequence numbers, payloads that vLLM does not decode
+        self.drops = False  # what arrives
+        self.sequences: dict[str, int] = {}  # the last one, by topic
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.SUB)
+        self.socket.rcvhwm = 0  # a test's indexes lose nothing by themselves
+        self.socket.reconnect_ivl = 20
+        self.socket.subscribe("kv@")
+
+    def leave(self, topic: str, endpoint: str) -> None:
+        """Follow an engine no more, and forget its blocks."""
+        self.pump()
+        self.socket.disconnect(endpoint)
+        self.sequences.pop(topic, None)
+        self.indexes.forget(topic)
+
+    def pump(self) -> None:
+        """Take what has arrived."""
+        while self.socket.poll(0):
+            name, number, payload = self.socket.recv_multipart()
+            topic, sequence = name.decode(), int.from_bytes(number, "big")
+            try:
+                batch = _DECODER.decode(payload)
+            except msgspec.MsgspecError as error:
+                self.errors.append(f"{topic}: message {sequence}: {error}")
+                continue
+            previous = self.sequences.get(topic, -1)
+            if sequence <= previous:
+                self.errors.append(f"{topic}: number {sequence} after {previous}")
+            self.sequences[topic] = sequence
+            self.events += len(batch.events)
+            if not self.drops:
+                self.indexes.take(topic, batch)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._context.destroy(0)
+
+
 class World:
-    """One run.
-
-    Args:
-        folder: of the run.
-        pool_dir: of the daemon's pool.
-        seed: of the engines' choices.
-        config: of the daemon.
-
-    Attributes:
-        engines: by name.
-        subscribers: rebuilt indexes, by name.
-        indexers: Dynamo's, by name.
-        changes: of rings, that were waited for.
-    """
+    """One run."""
 
     def __init__(self, folder: Path, pool_dir: Path, seed: int, config: Config) -> None:
         self.folder = folder
@@ -154,23 +157,23 @@ class World:
             spec.name: EngineProcess(folder, spec, seed + 100 * number)
             for number, spec in enumerate(SPECS)
         }
-        self.subscribers: dict[str, Subscriber] = {}
+        self.subscribers: dict[str, Subscriber] = {}  # by router, as the indexers
         self.indexers: dict[str, DynamoIndexer] = {}
-        self.changes = 0
+        self.changes = 0  # of rings, that were waited for
         self._fds: dict[str, int] = {}  # of the directories of this daemon, by engine
 
-    def start_daemon(self, *, cold: bool = False) -> None:
+    def start_daemon(self, *flags: str) -> None:
         """Start the next daemon."""
         self._forget_directories()
-        self.daemon.start(self.config, *["--cold"] * cold)
+        self.daemon.start(self.config, *flags)
 
     def add_routers(self, name: str) -> None:
         """Start a router of each kind. `EVERYTHING` hears all engines, and misses nothing.
 
         Another one has no replay, and hears only the engines that publish everything repeatedly.
         """
-        indexer = DynamoIndexer(self.folder / f"indexer-{name}.log")
-        self.subscribers[name], self.indexers[name] = Subscriber(), indexer.__enter__()
+        self.subscribers[name] = Subscriber()
+        self.indexers[name] = DynamoIndexer(self.folder / f"indexer-{name}.log")
         for engine in self.running():
             self._follow(name, engine)
 
@@ -178,20 +181,22 @@ class World:
         """End the routers of this name, if there are any."""
         if name in self.subscribers:
             self.subscribers.pop(name).close()
-            self.indexers.pop(name).__exit__()
+            self.indexers.pop(name).close()
 
     def start_engines(self) -> None:
         """Start the engines that have no process, and let them store."""
         for engine in self.engines.values():
-            if not engine.running:
+            if engine.process is None:
                 engine.start()
                 for name in self.subscribers:
                     self._follow(name, engine)
                 engine.ask("run")
 
     def end_engine(self, name: str, *, kill: bool = False) -> None:
-        """End an engine, which routers are told by what runs the engines."""
+        """End an engine, if it runs; what runs the engines tells the routers."""
         engine = self.engines[name]
+        if not engine.running:
+            return
         engine.end(kill=kill)
         for router in self._routers_of(engine):
             self.subscribers[router].leave(engine.spec.topic, engine.endpoint)
@@ -200,12 +205,16 @@ class World:
     def _follow(self, router: str, engine: EngineProcess) -> None:
         if router not in self._routers_of(engine):
             return
-        spec = engine.spec
+        spec, subscriber = engine.spec, self.subscribers[router]
+        subscriber.socket.connect(engine.endpoint)
+
+        def heard() -> bool:
+            engine.ask("probe")
+            subscriber.pump()
+            return spec.topic in subscriber.sequences
+
+        eventually(heard)  # what is published before a subscription has arrived is lost
         replay = engine.replay if router == EVERYTHING else None
-        subscriber = self.subscribers[router]
-        subscriber.follow(engine.endpoint)
-        # What is published before a subscription has arrived is lost.
-        eventually(lambda: engine.ask("probe") and subscriber.hears(spec.topic))
         self.indexers[router].register(
             spec.instance, engine.endpoint, spec.model, BLOCK_TOKENS, replay
         )
@@ -215,19 +224,14 @@ class World:
         repeats = engine.spec.repeat_seconds > 0
         return [name for name in self.subscribers if repeats or name == EVERYTHING]
 
-    def run(self) -> None:
-        """Let all engines store."""
+    def tell_all(self, command: str) -> None:
+        """Let all engines "run" (they store), or "rest"."""
         for engine in self.running():
-            engine.ask("run")
-
-    def rest(self) -> None:
-        """Let no engine store."""
-        for engine in self.running():
-            engine.ask("rest")
+            engine.ask(command)
 
     def running(self) -> list[EngineProcess]:
         """Return the engines that have a process."""
-        return [engine for engine in self.engines.values() if engine.running]
+        return [engine for engine in self.engines.values() if engine.process is not None]
 
     def pump(self) -> None:
         """Let subscribers take what has arrived."""
@@ -260,31 +264,21 @@ class World:
 
         made = 0
         while made < changes:
-            try:
-                made = eventually(fewest, made.__lt__)
-            except AssertionError as error:
-                raise AssertionError(f"{made} of {changes} changes; {self.state()}") from error
+            made = eventually(fewest, made.__lt__)
         self.changes += sum(self.heads().values()) - sum(before.values())
-
-    def state(self) -> str:
-        """Return what the daemon says, and where engines are, for an error."""
-        report = eventually(self.daemon.report)
-        said = {name: report[name] for name in ("engines", "lanes", "namespaces")}
-        return "\n".join([json.dumps(said), *(engine.stacks() for engine in self.running())])
 
     def fill_tiers(self) -> None:
         """Wait until chunks of each model lie in the tier, where there is one.
 
         Its process may just have been replaced. Subscribers take what arrives meanwhile.
         """
-        if "tier" not in self.config:
-            return
 
         def filled() -> bool:
             self.pump()
             return all(held_below(self._whole(name)) for name in self._one_of_each().values())
 
-        eventually(filled)
+        if "tier" in self.config:
+            eventually(filled)
 
     def quiet_differences(self) -> dict[str, int]:
         """Return `differences`, or one more of each if the pool has changed meanwhile."""
@@ -296,22 +290,22 @@ class World:
 
     def differences(self) -> dict[str, int]:
         """Return keys that differ, by kind of index, over all engines and routers."""
-        total = {"set": 0, "llm-d": 0, "Dynamo": 0, "take_changes": 0}
+        total = Counter({"set": 0, "llm-d": 0, "Dynamo": 0, "take_changes": 0})
         expected = self.expected()
         dumps = {name: indexer.dump_blocks() for name, indexer in self.indexers.items()}
         for engine in self.engines.values():
-            spec = engine.spec
-            model = expected[spec.model] if engine.running else Expected()
-            if engine.running:
-                ready, in_tiers = engine.known() or (set(), {b"incomplete"})
-                total["take_changes"] += len(ready ^ model.keys)
-                total["take_changes"] += len(in_tiers ^ model.in_tiers.keys)
+            spec, model = engine.spec, Expected()
+            if engine.process is not None:
+                model = expected[spec.model]
+                known = engine.ask("known") or (set(), {b"incomplete"})
+                assert isinstance(known, tuple)
+                ready, in_tiers = known
+                total["take_changes"] += len(ready ^ model.keys) + len(in_tiers ^ model.tier_keys)
             for router in self._routers_of(engine):
-                indexes = self.subscribers[router].indexes
-                for kind, count in indexes.differences(spec.topic, model).items():
-                    total[kind] += count
-                total["Dynamo"] += model.dynamo_differences(dumps[router].get(spec.instance, {}))
-        return total
+                total.update(self.subscribers[router].indexes.differences(spec.topic, model))
+                published = dumps[router].get(spec.instance, set())
+                total["Dynamo"] += model.dynamo.differences(published)
+        return dict(total)
 
     def _one_of_each(self) -> dict[str, str]:
         """Return a running engine of each model."""
@@ -320,11 +314,10 @@ class World:
     def expected(self) -> dict[str, Expected]:
         """Return what each model's directory has, for models with a running engine."""
         index = self.subscribers[EVERYTHING].indexes.llmd
+        wholes = {model: self._whole(engine) for model, engine in self._one_of_each().items()}
         return {
             model: Expected.of(model, held(whole), held_below(whole), index)
-            for model, whole in (
-                (model, self._whole(engine)) for model, engine in self._one_of_each().items()
-            )
+            for model, whole in wholes.items()
         }
 
     def _whole(self, engine: str) -> bytes:
@@ -333,15 +326,16 @@ class World:
 
     def _directory(self, engine: str) -> int:
         """Return a descriptor of an engine's directory, once the engine is attached."""
+
+        def directory() -> int | None:
+            assert self.daemon.running, self.daemon.log.read_text()
+            return directory_fd(self.daemon.runtime_dir, engine)
+
         if engine not in self._fds:
-            fd = eventually(lambda: self._directory_fd(engine), lambda fd: fd is not None)
+            fd = eventually(directory, lambda fd: fd is not None)
             assert fd is not None
             self._fds[engine] = fd
         return self._fds[engine]
-
-    def _directory_fd(self, engine: str) -> int | None:
-        assert self.daemon.running, self.daemon.log.read_text()
-        return directory_fd(self.daemon.runtime_dir, engine)
 
     def _forget_directories(self) -> None:
         for fd in self._fds.values():
@@ -353,25 +347,17 @@ class World:
         self._forget_directories()
         for engine in self.engines.values():
             engine.end(kill=True)
-        for subscriber in self.subscribers.values():
-            subscriber.close()
-        for indexer in self.indexers.values():
-            indexer.__exit__()
+        for name in list(self.subscribers):
+            self.remove_routers(name)
         self.daemon.end(signal.SIGKILL)
 
 
 @contextmanager
 def made(seed: int, config: Config) -> Iterator[World]:
     """Make a world in folders of its own, which go with the context."""
-    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
-    pool_dir = Path(tempfile.mkdtemp(prefix="kvd-events-", dir="/dev/shm"))
-    world = World(folder, pool_dir, seed, config)
-    try:
+    with (
+        TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder,  # socket paths are short
+        TemporaryDirectory(prefix="kvd-events-", dir="/dev/shm") as pool_dir,
+        closing(World(Path(folder), Path(pool_dir), seed, config)) as world,
+    ):
         yield world
-    finally:
-        world.close()
-        shutil.rmtree(pool_dir, ignore_errors=True)
-        if os.environ.get("KVD_KEEP_LOGS"):
-            print(f"logs: {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)

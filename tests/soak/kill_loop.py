@@ -5,11 +5,8 @@ something is killed; it is started again, and what is there then is held against
 before.
 """
 
-import json
 import random
-import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,6 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 from kvd_client.attachment import Attachment
 from kvd_proto.descriptions import encode
 from kvd_proto.directory import DirectoryView
+from tests import long_runs
 from tests.daemon.engines import Engine, described, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
 
@@ -35,20 +33,14 @@ class Tally:
     verified_bytes: int = 0
     violations: list[str] = field(default_factory=list)
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> long_runs.Report:
         """As one JSON object."""
-        return asdict(self) | {
-            "violations": len(self.violations),
-            "first_violations": self.violations[:5],
-        }
+        first = self.violations[:5]
+        return asdict(self) | {"violations": len(self.violations), "first_violations": first}
 
 
 class Client:
-    """An engine, the keys it uses, and the directory that it sees.
-
-    Args:
-        keys: how many.
-    """
+    """An engine, the keys it uses, and its attachment to the daemon."""
 
     def __init__(self, runtime_dir: Path, name: str, keys: int, *, replicated: bool) -> None:
         page = 8192 if replicated else 4096
@@ -56,15 +48,19 @@ class Client:
         self.engine = Engine(runtime_dir, name=name, model=name, layout=layout, events=True)
         self.name = name
         self.keys = keys_of(name, keys)
-        self.directory: DirectoryView | None = None
+        self.attachment: Attachment
         self.chunk_bytes = 2 * 2 * page * len(self.engine.workers)
 
-    def attach(self, daemon: Daemon) -> Attachment:
+    @property
+    def directory(self) -> DirectoryView:
+        """Of the daemon that serves, or served last."""
+        return self.attachment.directory
+
+    def attach(self, daemon: Daemon) -> None:
         """Until the directory of this daemon is here."""
-        attached = self.engine.wait_attached(daemon).scheduler._attachments.current
-        assert attached is not None
-        self.directory = attached.directory
-        return attached
+        attachment = self.engine.wait_attached(daemon).scheduler._attachments.current
+        assert attachment is not None
+        self.attachment = attachment
 
 
 ClientT = TypeVar("ClientT", bound=Client)
@@ -72,13 +68,7 @@ TallyT = TypeVar("TallyT", bound=Tally)
 
 
 class KillLoop(ABC, Generic[ClientT, TallyT]):
-    """The daemon, its engines, and what has become of them.
-
-    Args:
-        start: starts daemons.
-        tally: an empty one.
-        client: makes a client.
-    """
+    """The daemon, its engines, and what has become of them."""
 
     KEYS: ClassVar[int]
     LOADS: ClassVar[float]
@@ -143,12 +133,12 @@ class KillLoop(ABC, Generic[ClientT, TallyT]):
         """Load what is there; how many chunks came, every byte of them looked at."""
         if not keys:
             return 0
-        found, wrong = client.engine.load(keys)
-        self.tally.loads += found
-        self.tally.verified_bytes += found * client.chunk_bytes
+        loaded, wrong = client.engine.load(keys)
+        self.tally.loads += loaded
+        self.tally.verified_bytes += loaded * client.chunk_bytes
         if wrong:
             self.wrong(f"{wrong} wrong bytes among {keys[0]!r} and following")
-        return found
+        return loaded
 
     def wrong(self, what: str) -> None:
         """Note a promise that was not kept."""
@@ -176,12 +166,5 @@ def play(make: Callable[[StartDaemon, Path], KillLoop[ClientT, TallyT]], turns: 
 
 def main(run: Callable[[int, int], Tally]) -> int:
     """The command line, turns and seed; the last line of the output is JSON."""
-    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**31)
-    print(f"turns {turns}, seed {seed}", flush=True)
-    began = time.monotonic()
-    tally = run(turns, seed)
-    print(
-        json.dumps({"seconds": round(time.monotonic() - began, 1), "seed": seed} | tally.report())
-    )
-    return 1 if tally.violations else 0
+    chosen = long_runs.command_line(__doc__, 200).parse_args()
+    return long_runs.main(chosen, lambda: run(chosen.amount, chosen.seed).report())

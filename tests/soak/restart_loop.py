@@ -26,13 +26,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvd_client import LookupResult
-from kvd_client.attachment import Attachment
-from kvd_client.connection import Connection
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, SlotState
 from tests.daemon.engines import described, read_descriptions
 from tests.daemon.serving import Daemon
+from tests.long_runs import Report
 from tests.soak import kill_loop
-from tests.soak.kill_loop import BATCH, KillLoop
+from tests.soak.kill_loop import BATCH, Client, KillLoop
 
 POOL = str(4 * 2**20)
 LONGEST = 0.6
@@ -53,39 +52,21 @@ class Tally(kill_loop.Tally):
     evicting: int = 0
     ready_ms: list[int] = field(default_factory=list)
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> Report:
         """As one JSON object; the time from exec to attached engines as median and maximum."""
         times = sorted(self.ready_ms)
         ready_ms = [times[len(times) // 2], times[-1]] if times else []
         return super().report() | {"ready_ms": ready_ms}
 
 
-class Client(kill_loop.Client):
-    """One that also knows what its scheduler has told, and the records of the directory."""
-
-    line: Connection | None = None
-
-    def attach(self, daemon: Daemon) -> Attachment:
-        """Until the directory of this daemon is here."""
-        attached = super().attach(daemon)
-        self.line = attached.connection
-        return attached
-
-    @property
-    def asking(self) -> bool:
-        """Whether the daemon has not answered all that it was told."""
-        return self.line is not None and self.line.num_unanswered > 0
-
-    def records(self, state: SlotState) -> dict[bytes, Record]:
-        """The chunks in this state, by key, as the directory has them."""
-        directory = self.directory
-        assert directory is not None
-        whole = directory._memory
-        table = np.frombuffer(whole, RECORD_DTYPE, directory.num_slots, HEADER_BYTES)
-        return {
-            bytes(row["key"])[: row["key_len"]]: tuple(row[list(KEPT)].tolist())
-            for row in table[table["state"] == state]
-        }
+def records(client: Client, state: SlotState) -> dict[bytes, Record]:
+    """The chunks in this state, by key, as the client's directory has them."""
+    directory = client.directory
+    table = np.frombuffer(directory._memory, RECORD_DTYPE, directory.num_slots, HEADER_BYTES)
+    return {
+        bytes(row["key"])[: row["key_len"]]: tuple(row[list(KEPT)].tolist())
+        for row in table[table["state"] == state]
+    }
 
 
 class Loop(KillLoop[Client, Tally]):
@@ -111,21 +92,21 @@ class Loop(KillLoop[Client, Tally]):
             timer.join()
         self.tally.stops += number == signal.SIGTERM
         self.tally.kills += number == signal.SIGKILL
-        asking = any(client.asking for client in self.clients)  # they share the pool
-        ready = [client.records(SlotState.READY) for client in self.clients]
-        writing = [client.records(SlotState.WRITING) for client in self.clients]
+        unanswered = [client.attachment.connection.num_unanswered for client in self.clients]
+        ready = [records(client, SlotState.READY) for client in self.clients]
+        writing = [records(client, SlotState.WRITING) for client in self.clients]
         self.daemon = self.begin()
         began = time.monotonic()
         self.attach()
         self.tally.ready_ms.append(int((time.monotonic() - began) * 1000))
         for client, were, wrote in zip(self.clients, ready, writing, strict=True):
-            self.look(client, were, wrote, asking=asking)
+            self.look(client, were, wrote, asking=any(unanswered))  # they share the pool
 
     def look(
         self, client: Client, were: dict[bytes, Record], wrote: dict[bytes, Record], *, asking: bool
     ) -> None:
         """Hold what the new daemon has against what the old one had."""
-        now = client.records(SlotState.READY)
+        now = records(client, SlotState.READY)
         missing = {key for key in were if now.get(key) != were[key]}
         if missing and asking:
             self.tally.evicting += len(missing)
@@ -141,14 +122,14 @@ class Loop(KillLoop[Client, Tally]):
         for key in client.keys:
             if (scheduler.lookup(key) is LookupResult.HIT) != (key in now):
                 self.wrong(f"{key!r} is looked up wrongly")
-        kept = sorted(now)
-        for key, description in zip(kept, read_descriptions(scheduler, kept), strict=True):
+        keys = sorted(now)
+        for key, description in zip(keys, read_descriptions(scheduler, keys), strict=True):
             if description != described(key):
                 self.wrong(f"{key!r} is described wrongly: {description}")
             self.tally.described += 1
-        loaded = sum(self.load(client, kept[at : at + BATCH]) for at in range(0, len(kept), BATCH))
-        if loaded != len(kept):
-            self.wrong(f"{len(kept) - loaded} kept chunks cannot be loaded")
+        loaded = sum(self.load(client, keys[at : at + BATCH]) for at in range(0, len(keys), BATCH))
+        if loaded != len(keys):
+            self.wrong(f"{len(keys) - loaded} kept chunks cannot be loaded")
 
 
 def run(kills: int, seed: int) -> Tally:
