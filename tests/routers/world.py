@@ -195,7 +195,7 @@ class World:
     def end_engine(self, name: str, *, kill: bool = False) -> None:
         """End an engine, if it runs; what runs the engines tells the routers."""
         engine = self.engines[name]
-        if not engine.running:
+        if engine.process is None:
             return
         engine.end(kill=kill)
         for router in self._routers_of(engine):
