@@ -1,4 +1,4 @@
-"""What must hold of pinning, as functions; see cuda_checks.py."""
+"""What must hold of pinning; see cuda_checks.py."""
 
 import contextlib
 import fcntl
@@ -10,14 +10,14 @@ from itertools import pairwise
 import pytest
 
 from kvd.errors import ImportFailed
-from kvd.lane.cuda import driver
+from kvd.lane.cuda import driver, pinning
+from kvd.lane.cuda.backend import CudaDevice
 from kvd.lane.cuda.pinning import LONGEST_PAUSE_SECONDS, PinnedPool
-from kvd.lane.device import Direction
 from kvd.pool.geometry import FillOrder
 from tests.asked import Asked
-from tests.lane.cuda_checks import SIZES
+from tests.fakecuda import cudatensor
+from tests.lane.cuda_checks import SIZES, STORE, rule
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig
-from tests.lane.device_contract import drain, pattern
 from tests.lane.support import Memory
 from tests.waiting import eventually
 
@@ -36,11 +36,11 @@ def is_soon(question: Callable[[], bool]) -> bool:
 
 
 @contextlib.contextmanager
-def pool_of(rig: CudaRig, pin_lock: int | None = None) -> Iterator[PinnedPool]:
+def new_pool(pin_lock: int | None = None) -> Iterator[PinnedPool]:
     """A pool of its own, in eight pieces."""
     memory = Memory(POOL_BYTES)
     memory.bytes[:] = 0
-    context = rig.cuda._pool._context
+    context = cudatensor.call("cuCtxGetCurrent")
     pool = PinnedPool(memory.fd, POOL_BYTES, context, POOL_BYTES // PIECES, pin_lock)
     try:
         yield pool
@@ -71,6 +71,13 @@ class Neighbour:
         """The process ends."""
 
 
+def request_the_whole_pool() -> Callable[..., None]:
+    """An owner that requests a part of the pool has all of it pinned."""
+    request = PinnedPool.request
+    return lambda self, owner, _begin, _end: request(self, owner, 0, self.nbytes)
+
+
+@rule(PinnedPool, "request", request_the_whole_pool(), pinned=False)
 def only_arenas_in_use_are_pinned(rig: CudaRig) -> None:
     """Nothing is pinned for an engine without an arena; then the pieces that its arena touches."""
     memory, _ = rig.attach(SIZES)
@@ -82,6 +89,7 @@ def only_arenas_in_use_are_pinned(rig: CudaRig) -> None:
     assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, UNIT)
 
 
+@rule(PinnedPool, "release", lambda _self, _owner: None, pinned=False)
 def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
     """An engine that restarts finds its arena pinned; one with another arena has that one alone."""
     memory, _ = rig.attach(SIZES)
@@ -98,12 +106,11 @@ def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 1)
     eventually(lambda: rig.device.pinned_bytes == UNIT)
     assert rig.driver.calls(before).count(REGISTER) == 1
-    assert (rig.device.is_usable(0, UNIT), rig.device.is_usable(2 * UNIT, 3 * UNIT)) == (
-        False,
-        True,
-    )
+    assert not rig.device.is_usable(0, UNIT)
+    assert rig.device.is_usable(2 * UNIT, 3 * UNIT)
 
 
+@rule(PinnedPool, "_acquire_lock", lambda _self: True, pinned=False)
 def one_process_pins_at_a_time(rig: CudaRig) -> None:
     """A piece is pinned or unpinned under the lock that all lanes share, and not without it."""
     lock = Memory(4096)
@@ -116,7 +123,7 @@ def one_process_pins_at_a_time(rig: CudaRig) -> None:
         tries += 1
         lockf(fd, how)
 
-    with pytest.MonkeyPatch.context() as patch, pool_of(rig, lock.fd) as pool:
+    with pytest.MonkeyPatch.context() as patch, new_pool(lock.fd) as pool:
         patch.setattr(fcntl, "lockf", counted)
         for call in (REGISTER, UNREGISTER):
             assert is_soon(lambda: bool(neighbour.ask("take")))
@@ -134,7 +141,8 @@ def one_process_pins_at_a_time(rig: CudaRig) -> None:
     lock.close()
 
 
-def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
+@rule(pinning, "pause_after", lambda _seconds: 0.0, pinned=False)
+def others_have_the_driver_between_two_pieces(_rig: CudaRig) -> None:
     """After each piece the driver is left alone for as long as the piece took, at both ends."""
     busy: list[tuple[float, float]] = []
     register, unregister = driver.register_host, driver.unregister_host
@@ -145,7 +153,7 @@ def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
         register(address, *nbytes) if nbytes else unregister(address)
         busy.append((began, time.monotonic()))
 
-    with pytest.MonkeyPatch.context() as patch, pool_of(rig) as pool:
+    with pytest.MonkeyPatch.context() as patch, new_pool() as pool:
         patch.setattr(driver, "register_host", slow)
         patch.setattr(driver, "unregister_host", slow)
         pool.request(1, 0, POOL_BYTES)
@@ -157,11 +165,12 @@ def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
         assert next_began - ended >= min(ended - began, LONGEST_PAUSE_SECONDS)
 
 
+@rule(pinning, "piece_bytes_for", lambda *_: 512 * 2**20, pinned=False)
 def a_registration_is_short(rig: CudaRig) -> None:
     """A machine that pins no more than 256 MiB at a time pins a large pool, piece by piece."""
     rig.driver.set(f"max_pin={256 * 2**20}")
     large = Memory(70 * 2**30)  # of which one piece is there
-    pool = PinnedPool(large.fd, len(large.bytes), rig.cuda._pool._context)
+    pool = PinnedPool(large.fd, len(large.bytes), cudatensor.call("cuCtxGetCurrent"))
     try:
         os.posix_fallocate(large.fd, 0, pool.piece_bytes)
         pool.request(1, 0, pool.piece_bytes)
@@ -172,6 +181,7 @@ def a_registration_is_short(rig: CudaRig) -> None:
         large.close()
 
 
+@rule(PinnedPool, "release", lambda _self, _owner: None, pinned=False)
 def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
     """The third piece fails: jobs and imports are refused, and two pieces wait for a release."""
     memory, _ = rig.attach(SIZES)
@@ -189,6 +199,15 @@ def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
 
 
+def unpin_or_raise(pool: PinnedPool, piece: int) -> None:
+    """A piece that the driver does not unregister is an error like any other."""
+    pool._is_pinned[piece] = False
+    begin, end = pool._fill.span(piece)
+    driver.unregister_host(pool._address + begin)
+    pool.pinned_bytes -= end - begin
+
+
+@rule(PinnedPool, "_unpin_piece", unpin_or_raise, pinned=False)
 def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
     """The driver refuses to unregister one piece: the pool serves, and the lane can stop."""
     memory, _ = rig.attach(SIZES)
@@ -196,20 +215,19 @@ def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
     eventually(lambda: rig.device.pinned_bytes == 2 * UNIT)
     rig.device.release_memory(memory)
     rig.driver.set(f"fail={UNREGISTER}:1:801")
-    later, source = rig.attach(SIZES)
+    later, _ = rig.attach(SIZES)
     before = rig.driver.mark
     rig.device.pin_arena(later, 2 * UNIT, 3 * UNIT)
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
     rig.device.pin_arena(later, 0, 3 * UNIT)  # the piece is pinned still
     assert is_soon(lambda: rig.device.is_usable(0, 3 * UNIT))
     assert (rig.device.pool_error, rig.device.usable_bytes) == ("", POOL_BYTES)
-    rig.put(source, 0, 0, pattern(4096, 1))
-    rig.submit(1, later, Direction.STORE, [(0, 0, 2 * UNIT, 4096)])
-    assert drain(rig.device)[1].error == ""
+    rig.move(later, STORE, [(0, 0, 2 * UNIT, 4096)])
     rig.device.release_memory(later)
     assert is_soon(rig.device.unpin)
 
 
+@rule(CudaDevice, "unpin", lambda _self: True)
 def a_lane_that_stops_unpins_piece_by_piece(rig: CudaRig) -> None:
     """`unpin` returns at once, and True only when nothing is pinned."""
     before = rig.driver.mark

@@ -10,6 +10,7 @@ from kvd.lane.cuda.backend import CudaDevice, CudaOptions
 from kvd.lane.device import Direction, MemoryId
 from kvd.machine import cuda
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
+from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
@@ -83,6 +84,7 @@ def switched(environment: dict[str, str]) -> Iterator[None]:
 class CudaRig(Rig):
     """One backend, its pool, and workers whose device memory another process owns.
 
+    workers: whose memory is made from now on.
     pinned: the whole pool is, from the start. Otherwise only what `pin_arena` names.
     """
 
@@ -97,7 +99,7 @@ class CudaRig(Rig):
         pool_bytes: int = POOL_BYTES,
     ) -> None:
         self.driver = fake_driver
-        self._workers = workers
+        self.workers = workers
         self.pool = pool or Memory(pool_bytes)
         if pool is None:
             self.pool.bytes[:] = 0xAB
@@ -112,13 +114,9 @@ class CudaRig(Rig):
         cuda, nbytes = self.cuda, len(self.pool.bytes)
         eventually(lambda: cuda.pool_error or cuda.pinned_bytes == nbytes)
 
-    def use(self, workers: CudaWorkers) -> None:
-        """Workers that are made from now on have this memory."""
-        self._workers = workers
-
     def make_worker(self, sizes: Sequence[int]) -> Source:
         """In the other process."""
-        return self._workers.make(sizes)
+        return self.workers.make(sizes)
 
     def spoil(self, source: Source) -> Source:
         """A descriptor of no device memory, or a handle that was never made."""
@@ -133,20 +131,16 @@ class CudaRig(Rig):
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """By the other process."""
-        return self._workers.get(source, storage, offset, nbytes)
+        return self.workers.get(source, storage, offset, nbytes)
 
     def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """By the other process."""
-        self._workers.put(source, storage, offset, data)
+        self.workers.put(source, storage, offset, data)
 
     def priority(self, direction: Direction) -> int:
         """Of the direction's stream, as the driver tells it."""
-        from cuda.bindings import driver as bindings  # noqa: PLC0415  # where they are installed
-
         stream = self.cuda._streams[direction].stream
-        code, number = bindings.cuStreamGetPriority(stream)
-        assert not int(code)
-        return int(number)
+        return int(cudatensor.call("cuStreamGetPriority", stream))
 
     def close(self) -> None:
         """Let everything end, then close."""

@@ -73,6 +73,11 @@ class Rig(ABC):
         nbytes = sum(size for *_, size in runs)
         self.device.submit(Transfer(number, memory, direction, moves, 0, len(moves), nbytes))
 
+    def move(self, memory: MemoryId, direction: Direction, runs: Sequence[Run]) -> None:
+        """Move these runs, which must work, before returning."""
+        self.submit(1, memory, direction, runs)
+        assert drain(self.device)[1].error == ""
+
     def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
         """A worker with these storages, mapped."""
         source = self.make_worker(sizes)

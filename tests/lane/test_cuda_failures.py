@@ -72,7 +72,7 @@ class Life:
             self.errors.append(str(error))
             return
         for each in workers:
-            rig.use(each)
+            rig.workers = each
             self._serve(rig)
         self._try(rig.close)
 
