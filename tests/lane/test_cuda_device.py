@@ -26,7 +26,7 @@ from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, TestDriver
-from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
+from tests.lane.device_contract import DeviceContract, Rig, Run, pattern
 from tests.lane.support import Memory, import_message
 from tests.layouts import flat_layout
 from tests.waiting import eventually
@@ -78,8 +78,8 @@ class TestCudaDevice(DeviceContract):
 
 @pytest.fixture
 def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
-    """A backend with little room."""
-    made = CudaRig(fake_driver, ipc_workers, options(bytes_in_flight=10_000))
+    """A backend that copies in batches."""
+    made = CudaRig(fake_driver, ipc_workers, options())
     yield made
     made.close()
 
@@ -153,19 +153,15 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
         rig.device.import_memory((HostHandle(0),), (1,), (0,))
 
 
-def test_transfers_in_flight_are_bounded_however_short(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
-) -> None:
+def test_transfers_in_flight_are_bounded_however_short(rig: CudaRig) -> None:
     """Of one direction there are no more than MAX_IN_FLIGHT; the other is open."""
-    rig = CudaRig(fake_driver, ipc_workers, options())
     memory, _ = rig.attach(SIZES)
-    fake_driver.set("hold=copies")
+    rig.driver.set("hold=copies")
     for number in range(MAX_IN_FLIGHT):
         assert rig.device.has_room(Direction.STORE)
         rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
-    rig.close()
 
 
 def test_a_device_without_room_for_a_second_process_is_refused(
@@ -240,54 +236,39 @@ HUGE = 2 * 2**20
 FILE_BYTES, HUGE_POOL_BYTES = 4 * HUGE, 3 * HUGE + 8192
 
 
-@pytest.fixture
-def huge_pool() -> Iterator[Memory]:
-    """A file of four huge pages, none of which is there yet."""
+def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
     try:
         pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
         os.posix_fallocate(pool.fd, 0, FILE_BYTES)
         pool.close()
-        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
+        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)  # none of its pages is there
     except OSError as error:
         pytest.skip(f"four huge pages are not to be had (vm.nr_hugepages): {error}")
-    yield pool
-    if pool.fd >= 0:
-        pool.close()
-
-
-def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, huge_pool: Memory
-) -> None:
-    """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
-    rig = CudaRig(
-        fake_driver,
-        ipc_workers,
-        CudaOptions(registration_bytes=HUGE),
-        pinned=False,
-        pool=huge_pool,
-        pool_bytes=HUGE_POOL_BYTES,
-    )
+    chosen = CudaOptions(registration_bytes=HUGE)
+    nbytes = HUGE_POOL_BYTES
+    rig = CudaRig(fake_driver, ipc_workers, chosen, pinned=False, pool=pool, pool_bytes=nbytes)
     try:
-        rig.device.pin_arena(WHOLE_POOL, 0, HUGE_POOL_BYTES)
-        os.posix_fallocate(huge_pool.fd, HUGE_POOL_BYTES, FILE_BYTES - HUGE_POOL_BYTES)
+        rig.device.pin_arena(WHOLE_POOL, 0, nbytes)
+        os.posix_fallocate(pool.fd, nbytes, FILE_BYTES - nbytes)
         memory, source = rig.attach((65536,))
         rig.put(source, 0, 0, pattern(65536, 1))
-        fill = FillOrder(HUGE_POOL_BYTES, HUGE)
+        fill = FillOrder(nbytes, HUGE)
         filled = 0
         for piece in fill.order:
             assert rig.cuda.usable_bytes == filled
             begin, end = fill.span(piece)
-            os.posix_fallocate(huge_pool.fd, begin, end - begin)
+            os.posix_fallocate(pool.fd, begin, end - begin)
             filled += end - begin
             eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
         edge = HUGE - 4096
-        rig.submit(1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
-        assert drain(rig.device)[1].error == ""
+        rig.move(memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
         for at in (edge, 3 * HUGE):
             np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
     finally:
         rig.close()
-        huge_pool.fd = -1
 
 
 def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

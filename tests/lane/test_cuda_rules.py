@@ -1,26 +1,257 @@
-"""Each rule of order keeps the backend right; without it, a check fails."""
+"""Each rule of order keeps the backend right; without it, a check fails.
+
+The checks of copies are in cuda_checks.py, those of pinning are here.
+"""
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 
-from kvd.errors import DeviceLost, LaneError
+from kvd.errors import DeviceLost, ImportFailed, LaneError
+from kvd.lane.cuda import driver, pinning
+from kvd.lane.cuda.backend import CudaDevice
+from kvd.lane.cuda.pinning import LONGEST_PAUSE_SECONDS, PinnedPool
+from kvd.pool.geometry import FillOrder
+from tests.asked import Asked
+from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import FakeCuda
-from tests.lane import cuda_pin_checks as pins
-from tests.lane.cuda_checks import RULES
+from tests.lane.cuda_checks import RULES, SIZES, STORE, rule
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import CudaRig, load
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, load
+from tests.lane.support import Memory
 from tests.processes import LONG
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
 
 PASSED, FAILED = 76, 77  # exit statuses that no other way to end has
-SOON = 1.0  # seconds for what does not happen once the rule is gone
+UNIT = 65536  # of the rig's registrations
+PIECES = 8  # of a pool of a check's own
+SOON = 10.0  # seconds; less once a rule is gone
+REGISTER, UNREGISTER = "cuMemHostRegister", "cuMemHostUnregister"
+
+
+def is_soon(question: Callable[[], bool]) -> bool:
+    """Whether it becomes so within SOON: without a rule it never does."""
+    end = time.monotonic() + SOON
+    while not (answer := question()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return answer
+
+
+@contextlib.contextmanager
+def new_pool(pin_lock: int | None = None) -> Iterator[PinnedPool]:
+    """A pool of its own, in eight pieces."""
+    memory = Memory(POOL_BYTES)
+    memory.bytes[:] = 0
+    context = cudatensor.call("cuCtxGetCurrent")
+    pool = PinnedPool(memory.fd, POOL_BYTES, context, POOL_BYTES // PIECES, pin_lock)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        memory.close()
+
+
+class Neighbour:
+    """Another lane's process, as far as the pin lock goes."""
+
+    def __init__(self, pid: int, pin_lock: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/fd/{pin_lock}", os.O_RDWR)
+
+    def take(self) -> bool:
+        """Lock; whether that was possible without waiting."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def give(self) -> None:
+        """Unlock."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """The process ends."""
+
+
+def request_the_whole_pool() -> Callable[..., None]:
+    """An owner that requests a part of the pool has all of it pinned."""
+    request = PinnedPool.request
+    return lambda self, owner, _begin, _end: request(self, owner, 0, self.nbytes)
+
+
+@rule(PinnedPool, "request", request_the_whole_pool(), pinned=False)
+def only_arenas_in_use_are_pinned(rig: CudaRig) -> None:
+    """Nothing is pinned for an engine without an arena; then the pieces that its arena touches."""
+    memory, _ = rig.attach(SIZES)
+    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, 0)
+    *_, last = FillOrder(POOL_BYTES, UNIT).order
+    begin, end = last * UNIT, (last + 1) * UNIT
+    rig.device.pin_arena(memory, begin + 10, end - 10)
+    eventually(lambda: rig.device.is_usable(begin, end))
+    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, UNIT)
+
+
+@rule(PinnedPool, "release", lambda _self, _owner: None, pinned=False)
+def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
+    """An engine that restarts finds its arena pinned; one with another arena has that one alone."""
+    memory, _ = rig.attach(SIZES)
+    rig.device.pin_arena(memory, 0, UNIT)
+    eventually(lambda: rig.device.pinned_bytes == UNIT)
+    before = rig.driver.mark
+    rig.device.release_memory(memory)
+    again, _ = rig.attach(SIZES)
+    rig.device.pin_arena(again, 0, UNIT)
+    rig.device.release_memory(again)
+    other, _ = rig.attach(SIZES)
+    assert rig.device.is_usable(0, UNIT)
+    rig.device.pin_arena(other, 2 * UNIT, 3 * UNIT)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 1)
+    eventually(lambda: rig.device.pinned_bytes == UNIT)
+    assert rig.driver.calls(before).count(REGISTER) == 1
+    assert not rig.device.is_usable(0, UNIT)
+    assert rig.device.is_usable(2 * UNIT, 3 * UNIT)
+
+
+@rule(PinnedPool, "_acquire_lock", lambda _self: True, pinned=False)
+def one_process_pins_at_a_time(rig: CudaRig) -> None:
+    """A piece is pinned or unpinned under the lock that all lanes share, and not without it."""
+    lock = Memory(4096)
+    neighbour = Asked(Neighbour, os.getpid(), lock.fd)
+    tries = 0
+    lockf = fcntl.lockf
+
+    def counted(fd: int, how: int) -> None:
+        nonlocal tries
+        tries += 1
+        lockf(fd, how)
+
+    with pytest.MonkeyPatch.context() as patch, new_pool(lock.fd) as pool:
+        patch.setattr(fcntl, "lockf", counted)
+        for call in (REGISTER, UNREGISTER):
+            assert is_soon(lambda: bool(neighbour.ask("take")))
+            before, tries, pinned = rig.driver.mark, 0, pool.pinned_bytes
+            pool.request(1, 0, POOL_BYTES) if call == REGISTER else pool.unpin()
+            eventually(lambda: tries >= 3 or pool.pinned_bytes != pinned)  # noqa: B023
+            assert pool.pinned_bytes == pinned
+            rig.driver.set(f"hang={call}:1")
+            neighbour.ask("give")
+            rig.driver.wait_for("@hang", 1, before)
+            assert not neighbour.ask("take")
+            rig.driver.set("unhang=")
+            eventually(lambda: pool.pinned_bytes == POOL_BYTES - pinned)  # noqa: B023
+    neighbour.close()
+    lock.close()
+
+
+@rule(pinning, "pause_after", lambda _seconds: 0.0, pinned=False)
+def others_have_the_driver_between_two_pieces(_rig: CudaRig) -> None:
+    """After each piece the driver is left alone for as long as the piece took, at both ends."""
+    busy: list[tuple[float, float]] = []
+    register, unregister = driver.register_host, driver.unregister_host
+
+    def slow(address: int, *nbytes: int) -> None:
+        began = time.monotonic()
+        time.sleep(0.005)
+        register(address, *nbytes) if nbytes else unregister(address)
+        busy.append((began, time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patch, new_pool() as pool:
+        patch.setattr(driver, "register_host", slow)
+        patch.setattr(driver, "unregister_host", slow)
+        pool.request(1, 0, POOL_BYTES)
+        eventually(lambda: pool.pinned_bytes == POOL_BYTES)
+        pool.unpin()
+        eventually(lambda: not pool.pinned_bytes)
+    assert len(busy) == 2 * PIECES
+    for (began, ended), (next_began, _) in pairwise(busy):
+        assert next_began - ended >= min(ended - began, LONGEST_PAUSE_SECONDS)
+
+
+@rule(pinning, "piece_bytes_for", lambda *_: 512 * 2**20, pinned=False)
+def a_registration_is_short(rig: CudaRig) -> None:
+    """A machine that pins no more than 256 MiB at a time pins a large pool, piece by piece."""
+    rig.driver.set(f"max_pin={256 * 2**20}")
+    large = Memory(70 * 2**30)  # of which one piece is there
+    pool = PinnedPool(large.fd, len(large.bytes), cudatensor.call("cuCtxGetCurrent"))
+    try:
+        os.posix_fallocate(large.fd, 0, pool.piece_bytes)
+        pool.request(1, 0, pool.piece_bytes)
+        eventually(lambda: pool.error or pool.pinned_bytes)
+        assert (pool.error, pool.pinned_bytes) == ("", pool.piece_bytes)
+    finally:
+        pool.close()
+        large.close()
+
+
+@rule(PinnedPool, "release", lambda _self, _owner: None, pinned=False)
+def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
+    """The third piece fails: jobs and imports are refused, and two pieces wait for a release."""
+    memory, _ = rig.attach(SIZES)
+    before = rig.driver.mark
+    rig.driver.set(f"fail={REGISTER}:3:2")
+    rig.device.pin_arena(memory, 0, POOL_BYTES)
+    eventually(lambda: rig.device.pool_error)
+    with pytest.raises(ImportFailed, match="cannot be pinned"):
+        rig.attach(SIZES)
+    assert rig.device.usable_bytes == 0
+    assert rig.device.pinned_bytes == 2 * UNIT
+    assert not rig.device.is_usable(0, UNIT)
+    assert UNREGISTER not in rig.driver.calls(before)
+    rig.device.release_memory(memory)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
+
+
+def unpin_or_raise(pool: PinnedPool, piece: int) -> None:
+    """A piece that the driver does not unregister is an error like any other."""
+    pool._is_pinned[piece] = False
+    begin, end = pool._fill.span(piece)
+    driver.unregister_host(pool._address + begin)
+    pool.pinned_bytes -= end - begin
+
+
+@rule(PinnedPool, "_unpin_piece", unpin_or_raise, pinned=False)
+def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
+    """The driver refuses to unregister one piece: the pool serves, and the lane can stop."""
+    memory, _ = rig.attach(SIZES)
+    rig.device.pin_arena(memory, 0, 2 * UNIT)
+    eventually(lambda: rig.device.pinned_bytes == 2 * UNIT)
+    rig.device.release_memory(memory)
+    rig.driver.set(f"fail={UNREGISTER}:1:801")
+    later, _ = rig.attach(SIZES)
+    before = rig.driver.mark
+    rig.device.pin_arena(later, 2 * UNIT, 3 * UNIT)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
+    rig.device.pin_arena(later, 0, 3 * UNIT)  # the piece is pinned still
+    assert is_soon(lambda: rig.device.is_usable(0, 3 * UNIT))
+    assert (rig.device.pool_error, rig.device.usable_bytes) == ("", POOL_BYTES)
+    rig.move(later, STORE, [(0, 0, 2 * UNIT, 4096)])
+    rig.device.release_memory(later)
+    assert is_soon(rig.device.unpin)
+
+
+@rule(CudaDevice, "unpin", lambda _self: True)
+def a_lane_that_stops_unpins_piece_by_piece(rig: CudaRig) -> None:
+    """`unpin` returns at once, and True only when nothing is pinned."""
+    before = rig.driver.mark
+    rig.driver.set(f"hang={UNREGISTER}:2")
+    assert not rig.device.unpin()
+    rig.driver.wait_for("@hang", 1, before)
+    assert not rig.device.unpin()
+    assert rig.device.pinned_bytes == POOL_BYTES - UNIT
+    rig.driver.set("unhang=")
+    eventually(rig.device.unpin)
+    assert rig.driver.calls(before).count(UNREGISTER) == POOL_BYTES // UNIT
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +291,7 @@ def check(fakecuda: FakeCuda, log: Path, name: str, without: bool) -> None:
     if rule.setting:
         fake_driver.set(rule.setting)
     if without:
-        pins.SOON = SOON
+        patch.setattr(f"{__name__}.SOON", 1.0)
     if without and rule.before_start:
         patch.setattr(rule.owner, rule.attribute, rule.replacement)
     rig = CudaRig(fake_driver, workers, rule.options, pinned=rule.pinned)
