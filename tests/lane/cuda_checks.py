@@ -31,8 +31,7 @@ from kvd_proto.directory import SlotState
 from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, switched
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig
 from tests.lane.device_contract import DeviceContract, drain, pattern
 from tests.lane.support import EPOCH, Directory, Memory, bind_message, import_message, make_job
 from tests.layouts import flat_layout
@@ -283,16 +282,11 @@ def map_reversed_segments() -> Callable[..., int]:
 @rule(driver, "map_descriptors", map_reversed_segments())
 def segments_lie_in_their_order(rig: CudaRig) -> None:
     """A storage that begins in one allocation and goes on in the next is copied as one."""
-    with switched(rig.driver.environment):
-        workers = CudaWorkers(ipc=False)
-    try:
-        rig.workers = workers
-        memory, source = rig.attach((65536,))
-        rig.put_pool(0, pattern(65536, 1))
-        rig.move(memory, LOAD, [(0, 0, 0, 65536)])
-        np.testing.assert_array_equal(rig.get(source, 0, 0, 65536), pattern(65536, 1))
-    finally:
-        workers.close()
+    rig.ipc = False
+    memory, source = rig.attach((65536,))
+    rig.put_pool(0, pattern(65536, 1))
+    rig.move(memory, LOAD, [(0, 0, 0, 65536)])
+    np.testing.assert_array_equal(rig.get(source, 0, 0, 65536), pattern(65536, 1))
 
 
 @rule(driver, "is_alive", lambda _stream: False)

@@ -28,10 +28,11 @@ Run = tuple[int, int, int, int]  # storage, tensor offset, arena offset, bytes
 
 @dataclass(frozen=True)
 class Source:
-    """A worker's memory as it comes with a registration."""
+    """A worker's memory as it comes with a registration; the rig knows where storages begin."""
 
     handles: tuple[Handle, ...]
     descriptors: Sequence[int]
+    addresses: Sequence[int]
 
 
 class Rig(ABC):

@@ -24,8 +24,7 @@ from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, TestDriver
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, CudaWorkers, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, Run, pattern
 from tests.lane.support import Memory, import_message
 from tests.layouts import flat_layout
@@ -57,8 +56,7 @@ class TestCudaDevice(DeviceContract):
         self,
         request: pytest.FixtureRequest,
         fake_driver: TestDriver,
-        ipc_workers: CudaWorkers,
-        vmm_workers: CudaWorkers,
+        cuda_workers: CudaWorkers,
     ) -> Iterator[Rig]:
         """A backend of its own, with a pool that is registered in many pieces."""
         seed, setting, by_descriptor, chosen = BACKENDS[request.param]
@@ -66,7 +64,7 @@ class TestCudaDevice(DeviceContract):
         fake_driver.set(setting)
         if by_descriptor:  # not every driver says how far virtual memory goes
             fake_driver.set("vmm_ranges=0")
-        made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, chosen)
+        made = CudaRig(fake_driver, cuda_workers, chosen, ipc=not by_descriptor)
         copier, name = made.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
         if isinstance(copier, BatchCopy):
@@ -77,9 +75,9 @@ class TestCudaDevice(DeviceContract):
 
 
 @pytest.fixture
-def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
+def rig(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> Iterator[CudaRig]:
     """A backend that copies in batches."""
-    made = CudaRig(fake_driver, ipc_workers, options())
+    made = CudaRig(fake_driver, cuda_workers, options())
     yield made
     made.close()
 
@@ -95,10 +93,11 @@ def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     ids=["the device", "the allocation", "whole pages", "no device memory"],
 )
 def test_no_more_is_mapped_than_there_is_in(
-    rig: CudaRig, vmm_workers: CudaWorkers, nbytes: int, words: str, undone: int
+    rig: CudaRig, nbytes: int, words: str, undone: int
 ) -> None:
     """A claim about a second segment that is not so: nothing stays mapped or reserved."""
-    source = vmm_workers.make((4096,))
+    rig.ipc = False
+    source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     rig.driver.set("vmm_ranges=0")
@@ -115,11 +114,10 @@ def test_no_more_is_mapped_than_there_is_in(
     )
 
 
-def test_a_worker_cannot_have_its_memory_mapped_again_and_again(
-    rig: CudaRig, vmm_workers: CudaWorkers
-) -> None:
+def test_a_worker_cannot_have_its_memory_mapped_again_and_again(rig: CudaRig) -> None:
     """Segments in another order are another range; there is an end to how many are mapped."""
-    source = vmm_workers.make((4096,))
+    rig.ipc = False
+    source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     first, second = handle.segments
@@ -165,17 +163,17 @@ def test_transfers_in_flight_are_bounded_however_short(rig: CudaRig) -> None:
 
 
 def test_a_device_without_room_for_a_second_process_is_refused(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+    fake_driver: TestDriver, cuda_workers: CudaWorkers
 ) -> None:
     """The compute mode is asked for before a context is made, and named with the remedy."""
     before = fake_driver.mark
     for mode, words in ((2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS: .* the engine or kvd")):
         fake_driver.set(f"compute_mode={mode}")
         with pytest.raises(CudaMissing, match=f"mode is {words}; nvidia-smi -c DEFAULT"):
-            CudaRig(fake_driver, ipc_workers, options())
+            CudaRig(fake_driver, cuda_workers, options())
     assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
     fake_driver.set("mps=1")
-    CudaRig(fake_driver, ipc_workers, options()).close()
+    CudaRig(fake_driver, cuda_workers, options()).close()
 
 
 TRANSFERS = 120
@@ -186,14 +184,14 @@ LENGTHS = (100, 2048, 4000)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_and_pool_are_as_a_model_says(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, seed: int
+    fake_driver: TestDriver, cuda_workers: CudaWorkers, seed: int
 ) -> None:
     """Whatever the order in which transfers end, each has moved its bytes when it is reported."""
     rng = random.Random(seed)
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
     # 2: both threads enqueue in turn.
-    rig = CudaRig(fake_driver, ipc_workers, options(inline_runs=rng.choice([0, 2, 64])))
+    rig = CudaRig(fake_driver, cuda_workers, options(inline_runs=rng.choice([0, 2, 64])))
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)
@@ -237,7 +235,7 @@ FILE_BYTES, HUGE_POOL_BYTES = 4 * HUGE, 3 * HUGE + 8192
 
 
 def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+    fake_driver: TestDriver, cuda_workers: CudaWorkers
 ) -> None:
     """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
     try:
@@ -249,7 +247,7 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
         pytest.skip(f"four huge pages are not to be had (vm.nr_hugepages): {error}")
     chosen = CudaOptions(registration_bytes=HUGE)
     nbytes = HUGE_POOL_BYTES
-    rig = CudaRig(fake_driver, ipc_workers, chosen, pinned=False, pool=pool, pool_bytes=nbytes)
+    rig = CudaRig(fake_driver, cuda_workers, chosen, pinned=False, pool=pool, pool_bytes=nbytes)
     try:
         rig.device.pin_arena(WHOLE_POOL, 0, nbytes)
         os.posix_fallocate(pool.fd, nbytes, FILE_BYTES - nbytes)

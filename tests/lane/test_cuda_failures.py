@@ -19,8 +19,7 @@ from kvd.lane.device import Direction
 from kvd.machine import cuda
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver, load
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, CudaWorkers, TestDriver, load
 from tests.lane.device_contract import drain, pattern
 from tests.processes import python
 
@@ -56,16 +55,16 @@ for _, _, at, size in RUNS:
     STORED[at : at + size] = True
 
 
-def live(fake_driver: TestDriver, workers: list[CudaWorkers]) -> tuple[list[str], int]:
+def live(fake_driver: TestDriver, workers: CudaWorkers) -> tuple[list[str], int]:
     """A lane's life with one worker of each kind of memory: its errors, and how many jobs moved."""
     errors: list[str] = []
     num_moved = 0
     try:
-        rig = CudaRig(fake_driver, workers[0], OPTIONS)
+        rig = CudaRig(fake_driver, workers, OPTIONS)
     except LaneError as error:
         return [str(error)], 0
-    for process in workers:
-        rig.workers = process
+    for ipc in (True, False):
+        rig.ipc = ipc
         source = rig.make_worker(SIZES)
         rig.put(source, 0, 0, pattern(SIZES[0], 1))
         rig.put(source, 1, 0, pattern(SIZES[1], 2))
@@ -102,15 +101,13 @@ def live(fake_driver: TestDriver, workers: list[CudaWorkers]) -> tuple[list[str]
 
 
 @pytest.fixture
-def lives(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, vmm_workers: CudaWorkers
-) -> dict[str, Counter[str]]:
+def lives(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> dict[str, Counter[str]]:
     """By driver: how often a lane's life without failures makes each call."""
     counts = {}
     for setting in DRIVERS:
         fake_driver.set(setting)
         before = fake_driver.mark
-        assert live(fake_driver, [ipc_workers, vmm_workers]) == ([], 4)
+        assert live(fake_driver, cuda_workers) == ([], 4)
         counts[setting] = Counter(fake_driver.calls(before))
     return counts
 
@@ -129,8 +126,7 @@ def test_every_function_that_is_named_is_made_to_fail(lives: dict[str, Counter[s
 @pytest.mark.parametrize("code", [CODE, UNKNOWN])
 def test_every_call_may_fail_once(
     fake_driver: TestDriver,
-    ipc_workers: CudaWorkers,
-    vmm_workers: CudaWorkers,
+    cuda_workers: CudaWorkers,
     lives: dict[str, Counter[str]],
     code: int,
 ) -> None:
@@ -145,13 +141,12 @@ def test_every_call_may_fail_once(
             for number in range(1, 1 + (1 if name in POLLED else count)):
                 fake_driver.reset()
                 fake_driver.set(setting)
-                live_through_a_failure(fake_driver, [ipc_workers, vmm_workers], name, number, code)
-                for workers in (ipc_workers, vmm_workers):
-                    workers.forget()
+                live_through_a_failure(fake_driver, cuda_workers, name, number, code)
+                cuda_workers.free()
 
 
 def live_through_a_failure(
-    fake_driver: TestDriver, workers: list[CudaWorkers], name: str, number: int, code: int
+    fake_driver: TestDriver, workers: CudaWorkers, name: str, number: int, code: int
 ) -> None:
     """A life in which this call fails."""
     fake_driver.set(f"fail={name}:{number}:{code}")
@@ -170,10 +165,10 @@ def live_through_a_failure(
 
 
 def test_a_stream_that_cannot_be_asked_is_asked_again(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+    fake_driver: TestDriver, cuda_workers: CudaWorkers
 ) -> None:
     """A transfer whose event failed ends when its stream is idle, also if that is told late."""
-    rig = CudaRig(fake_driver, ipc_workers, OPTIONS)
+    rig = CudaRig(fake_driver, cuda_workers, OPTIONS)
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
     before = fake_driver.mark
@@ -188,10 +183,10 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
 @pytest.mark.parametrize(
     ("switches", "words"),
     [
-        ({"DRIVER_VERSION": 12080}, r"^\(\[\], 2\)\n$"),
+        ({"DRIVER_VERSION": 12080}, r"^\(\[\], 4\)\n$"),
         (
             {"DRIVER_VERSION": 12000},
-            r"for CUDA 12\.0, and only from 12\.8 on \(driver 570\)(.*\n)+\(\[\], 2\)",
+            r"for CUDA 12\.0, and only from 12\.8 on \(driver 570\)(.*\n)+\(\[\], 4\)",
         ),
         (
             {"DRIVER_VERSION": 11080},
@@ -214,8 +209,8 @@ def test_a_driver_serves_or_is_named_with_the_remedy(
 def live_and_tell(library: str, log: str) -> None:
     """A process of its own: the bindings look for functions once."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
-    workers = CudaWorkers(ipc=True, library=Path(library))
-    print(live(load(FakeCuda(Path(library)), Path(log)), [workers]))
+    workers = CudaWorkers(Path(library))
+    print(live(load(FakeCuda(Path(library)), Path(log)), workers))
 
 
 def test_a_daemon_without_the_bindings_names_the_package() -> None:

@@ -25,8 +25,7 @@ from tests.asked import Asked
 from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_checks import RULES, SIZES, STORE, rule
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, load
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, CudaWorkers, load
 from tests.lane.support import Memory
 from tests.processes import LONG
 from tests.waiting import eventually
@@ -286,7 +285,7 @@ def check(fakecuda: FakeCuda, log: Path, name: str, without: bool) -> None:
     os.environ.update(fakecuda.environment())  # for the process with the device memory
     (rule,) = (rule for rule in RULES if rule.name == name)
     patch = pytest.MonkeyPatch()
-    workers = CudaWorkers(ipc=True, library=fakecuda.library)
+    workers = CudaWorkers(fakecuda.library)
     fake_driver = load(fakecuda, log)
     if rule.setting:
         fake_driver.set(rule.setting)

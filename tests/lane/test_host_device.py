@@ -3,6 +3,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,21 +37,21 @@ class HostRig(Rig):
         starts = [sum(sizes[:index]) + 64 * (index + 1) for index in range(len(sizes))]
         # Descriptor 0 stands for the control page, which is not the device's business.
         handles = tuple(HostHandle(1, start) for start in starts)
-        return Source(handles, (self.pool.fd, file.fd))
+        return Source(handles, (self.pool.fd, file.fd), starts)
 
     def spoil(self, source: Source) -> Source:
         """A place behind the file's end."""
-        return Source((*source.handles[:-1], HostHandle(1, 2**40)), source.descriptors)
+        return replace(source, handles=(*source.handles[:-1], HostHandle(1, 2**40)))
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """By pread."""
-        descriptor, start = _place(source, storage)
-        return np.frombuffer(os.pread(descriptor, nbytes, start + offset), np.uint8)
+        place = source.addresses[storage] + offset
+        return np.frombuffer(os.pread(source.descriptors[1], nbytes, place), np.uint8)
 
     def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """By pwrite."""
-        descriptor, start = _place(source, storage)
-        assert os.pwrite(descriptor, data.tobytes(), start + offset) == len(data)
+        place = source.addresses[storage] + offset
+        assert os.pwrite(source.descriptors[1], data.tobytes(), place) == len(data)
 
     def close(self) -> None:
         """Unmap and close."""
@@ -58,13 +59,6 @@ class HostRig(Rig):
         self.device.close()
         for file in self.files:
             file.close()
-
-
-def _place(source: Source, storage: int) -> tuple[int, int]:
-    """Descriptor and offset of a storage."""
-    handle = source.handles[storage]
-    assert isinstance(handle, HostHandle)
-    return source.descriptors[handle.fd_index], handle.offset
 
 
 @pytest.fixture
