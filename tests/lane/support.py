@@ -175,7 +175,9 @@ def make_job(
 
     Stores share a word of the control page if nothing else is said, and end together by it.
     """
-    named = {"after": 0, "deadline_ms": 20_000} | ({"word": EPOCH} if kind is Store else {}) | fields
+    named = (
+        {"after": 0, "deadline_ms": 20_000} | ({"word": EPOCH} if kind is Store else {}) | fields
+    )
     generations = [generation] * len(slots)
     sizes = group_sizes or [len(blocks)]
     arrays = JobBlocks.of(blocks, sizes, block_indices, slots, generations)

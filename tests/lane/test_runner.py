@@ -3,7 +3,7 @@
 And what the broker is told meanwhile: nothing too early.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import LaneError
-from kvd.lane.device import CompletedTransfer, Device, Direction, MemoryId, PreparedRuns, Transfer
-from kvd.lane.host_device import HostRuns
+from kvd.lane.device import CompletedTransfer, Direction, Transfer
+from kvd.lane.host_device import HostDevice, HostRuns
 from kvd.lane.orders import OrderHandler
 from kvd.lane.queue import QueueLimits
 from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
 from kvd_proto.jobs import EPOCH_WORDS, IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef
-from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
+from kvd_proto.messages import Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
     EPOCH,
     NAMESPACE,
     Directory,
     FakeWorker,
+    Memory,
     bind_message,
     import_message,
     make_job,
@@ -43,58 +43,29 @@ PAGE = 2 * 2**20  # one page is one piece
 SLOTS = 12
 
 
-class HeldDevice(Device):
-    """Moves nothing; a transfer ends when the test says so."""
+class HeldDevice(HostDevice):
+    """Moves nothing; up to `width` transfers fly until the test lets them end."""
 
     piece_bytes = bulk_bytes = dict.fromkeys(Direction, PAGE)
 
-    needs_pinning = True
-
-    def __init__(self) -> None:
+    def __init__(self, pool: Memory) -> None:
+        super().__init__(pool.fd, len(pool.bytes))
         self.flying: list[Transfer] = []
-        self.closed: set[Direction] = set()
         self.landed: list[CompletedTransfer] = []
         self.width = 2
-        self.pinned = 2**62
-
-    def import_memory(
-        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
-    ) -> MemoryId:
-        """A number."""
-        assert len(handles) == len(sizes)
-        return MemoryId(descriptors[0] if descriptors else 1)
-
-    def release_memory(self, memory: MemoryId) -> None:
-        """Nothing to do."""
-
-    def has_room(self, direction: Direction) -> bool:
-        """Up to `width` transfers, where the test has not closed a direction."""
-        return direction not in self.closed and len(self.flying) + len(self.landed) < self.width
 
     @property
     def in_flight(self) -> int:
         """What is not reported."""
         return len(self.flying) + len(self.landed)
 
-    def prepare(
-        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
-    ) -> PreparedRuns:
-        """As the host backend does it."""
-        assert memory
-        return HostRuns(copies.shorten(self.piece_bytes[direction]), pool_base)
+    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002  # for both in common
+        """Whether fewer than `width` are in flight."""
+        return self.in_flight < self.width
 
     def submit(self, transfer: Transfer) -> None:
         """Take it."""
         self.flying.append(transfer)
-
-    @property
-    def usable_bytes(self) -> int:
-        """What the test says."""
-        return self.pinned
-
-    def is_usable(self, begin: int, end: int) -> bool:
-        """The pool is pinned from its first byte on."""
-        return 0 <= begin < end <= self.pinned
 
     def land(self, index: int = 0, error: str = "") -> None:
         """Let one end."""
@@ -105,36 +76,41 @@ class HeldDevice(Device):
         landed, self.landed = self.landed, []
         return landed
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 class Bench:
     """A runner over a held device, with a clock that the test moves."""
 
     def __init__(self, limits: QueueLimits | None = None, layout: RankLayout | None = None) -> None:
         self.now = 0
-        self.device = HeldDevice()
-        self.runner = Runner(self.device, limits, clock=lambda: self.now)
         self.layout = layout or flat_layout(PAGE, blocks=16)
+        self.pool = Memory(self.layout.slot_bytes * SLOTS)
+        self.device = HeldDevice(self.pool)
+        self.runner = Runner(self.device, limits, clock=lambda: self.now)
         self.directory = Directory(SLOTS)
         self.directory.set(range(SLOTS), SlotState.WRITING)
         self.sources: list[FakeWorker] = []
         self.workers = WorkerTable(self.device)
 
-    def worker(self, session: int = 1, owner: int = 7, *, page: bool = True) -> LaneWorker:
-        """A bound worker, with or without a control page."""
+    def worker(self, session: int = 1, owner: int = 7) -> LaneWorker:
+        """A bound worker."""
         source = FakeWorker(self.layout, session=session)
         self.sources.append(source)
         message = import_message(self.layout, session=session)
-        worker = self.workers.import_worker(message, source.fds if page else ())
+        worker = self.workers.import_worker(message, source.fds)
         bind, fds = bind_message(session, self.directory, owner), [self.directory.memory.fd]
-        worker.binding = Binding.of(bind, fds, self.layout, self.layout.slot_bytes * SLOTS)
+        worker.binding = Binding.of(bind, fds, self.layout, len(self.pool.bytes))
         return worker
 
     def submit(self, worker: LaneWorker, job: Job) -> None:
         """Hand a job in."""
         self.runner.submit(worker, job, request_id=1)
+
+    def run(self) -> None:
+        """Turn once, and then until nothing flies."""
+        self.runner.run_once()
+        while self.device.flying:
+            self.device.land()
+            self.runner.run_once()
 
     def ended(self) -> list[tuple[int, JobStatus]]:
         """What has ended, by number and status."""
@@ -143,6 +119,9 @@ class Bench:
 
     def close(self) -> None:
         """Let go."""
+        self.device.flying.clear()
+        self.device.close()
+        self.pool.close()
         for source in self.sources:
             source.close()
 
@@ -215,9 +194,7 @@ def test_layers_are_not_told_once_a_chunk_has_gone(layered: Bench) -> None:
     bench.device.land()
     bench.runner.run_once()
     bench.directory.set([3], SlotState.DRAINING)
-    while bench.device.flying:
-        bench.device.land()
-        bench.runner.run_once()
+    bench.run()
     assert bench.sources[0].words[EPOCH_WORDS] == 1
     assert bench.ended() == [(1, JobStatus.STALE)]
 
@@ -272,8 +249,10 @@ class RunnerMachine(RuleBasedStateMachine):
         self.number += 1
         first = 0 if load else 6
         blocks, slots = list(range(1, size + 1)), list(range(first, first + size))
-        kind = Load if load else Store
-        job = make_job(kind, self.number, blocks, slots, after=after, word=self.number)
+        if load:
+            job = make_job(Load, self.number, blocks, slots, after=after)
+        else:
+            job = make_job(Store, self.number, blocks, slots, after=after, word=self.number)
         self.bench.submit(self.pair[which], job)
         self.open.add(self.number)
 
@@ -292,29 +271,22 @@ class RunnerMachine(RuleBasedStateMachine):
                 self.broken.add(self.bench.device.flying[index].job.request.job)
             self.bench.device.land(index, error)
 
-    @rule(data=st.data())
-    def stop(self, data: st.DataObject) -> None:
-        """Any job is cancelled, perhaps twice."""
+    @rule(data=st.data(), action=st.sampled_from(["cancel", "prioritize", "take back"]))
+    def touch(self, data: st.DataObject, action: str) -> None:
+        """Any job is cancelled, perhaps twice, or waited for, or a store's blocks are used again.
+
+        Then other jobs of its worker go on.
+        """
         jobs = list(self.bench.runner)
-        if jobs:
-            job = data.draw(st.sampled_from(jobs))
+        if not jobs:
+            return
+        job = data.draw(st.sampled_from(jobs))
+        if action == "cancel":
             self.bench.runner.stop(job, JobStatus.CANCELLED, "cancelled")
-
-    @rule(data=st.data())
-    def prioritize(self, data: st.DataObject) -> None:
-        """Somebody waits for any job."""
-        jobs = list(self.bench.runner)
-        if jobs:
-            self.bench.runner.prioritize(data.draw(st.sampled_from(jobs)))
-
-    @rule(data=st.data())
-    def take_back(self, data: st.DataObject) -> None:
-        """The blocks of any store are used again; other jobs of its worker go on."""
-        stores = [job for job in self.bench.runner if isinstance(job.request, Store)]
-        if stores:
-            job = data.draw(st.sampled_from(stores))
-            source = self.bench.sources[self.pair.index(job.worker)]
-            source.words[job.request.job] = 1
+        elif action == "prioritize":
+            self.bench.runner.prioritize(job)
+        elif isinstance(job.request, Store):
+            self.bench.sources[self.pair.index(job.worker)].words[job.request.word] = 1
             self.taken_back.add(job.request.job)
 
     @rule(which=st.integers(0, 1), value=st.integers(0, 2))
@@ -347,9 +319,7 @@ class RunnerMachine(RuleBasedStateMachine):
         if hasattr(self, "bench"):
             self.bench.now += 10**12
             for _ in range(50):
-                while self.bench.device.flying:
-                    self.bench.device.land()
-                self.bench.runner.run_once()
+                self.bench.run()
             self.each_job_ends_once_and_at_rest()
             assert not self.open
             self.bench.close()
@@ -370,19 +340,16 @@ NAMING = [
 
 def test_without_a_control_page_a_job_names_none_of_its_words(bench: Bench) -> None:
     """Others are refused, and those that name none run."""
-    worker = bench.worker(page=False)
+    worker = bench.worker()
+    worker.has_control_page = False
     bench.directory.set([9], SlotState.READY, count=1)
     for job in NAMING:
         with pytest.raises(JobShapeError, match="without a control page"):
             bench.submit(worker, job)
     bench.submit(worker, make_job(Load, 2, [1], [9]))
     bench.submit(worker, make_job(Store, 3, [2], [3], word=0))
-    bench.runner.run_once()
-    while bench.device.flying:
-        bench.device.land()
-    bench.runner.run_once()
+    bench.run()
     assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
-    bench.workers.release(worker)
 
 
 def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, list[Message]]:
@@ -401,16 +368,14 @@ def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, list[Message]]:
     return OrderHandler(reports, bench.workers, bench.device, pool_bytes=1), reports, sent
 
 
-def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
-    """The broker counts the order, too: it would wait for the answer for ever."""
-    orders, _, _ = orders_on(bench)
+def test_what_was_lost_is_not_waited_for(bench: Bench) -> None:
+    """A binding without its directory is counted, as the broker does.
+
+    A connection that takes no answer is ended: its worker joins anew.
+    """
+    orders, reports, _ = orders_on(bench)
     orders.read_orders()
     assert orders.num_bindings == 1
-
-
-def test_a_connection_that_takes_no_answer_is_ended(bench: Bench) -> None:
-    """Its worker would wait for the job for ever; it joins anew instead."""
-    _, reports, _ = orders_on(bench)
     server: Any = reports.server
     server.send, server.end = (lambda *_: False), mock.Mock()
     worker = bench.worker()
