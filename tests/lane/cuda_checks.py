@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvd.errors import DeviceLost, ImportFailed, LaneError
-from kvd.lane import runner
 from kvd.lane.cuda import driver, streams
 from kvd.lane.cuda.backend import CudaDevice, CudaOptions
 from kvd.lane.cuda.copies import BatchCopy
@@ -25,7 +24,6 @@ from kvd.lane.device import Direction
 from kvd.lane.jobs import JobOutcome, JobState, LaneJob
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, WorkerTable
-from kvd.machine import cuda
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.jobs import CONTROL_BYTES
@@ -273,42 +271,6 @@ def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
 
 
-def map_reversed_segments() -> Callable[..., int]:
-    """The last segment comes first."""
-    map_descriptors = driver.map_descriptors
-    return lambda segments, *rest: map_descriptors(segments[::-1], *rest)
-
-
-@rule(driver, "map_descriptors", map_reversed_segments())
-def segments_lie_in_their_order(rig: CudaRig) -> None:
-    """A storage that begins in one allocation and goes on in the next is copied as one."""
-    rig.ipc = False
-    memory, source = rig.attach((65536,))
-    rig.put_pool(0, pattern(65536, 1))
-    rig.move(memory, LOAD, [(0, 0, 0, 65536)])
-    np.testing.assert_array_equal(rig.get(source, 0, 0, 65536), pattern(65536, 1))
-
-
-@rule(driver, "is_alive", lambda _stream: False)
-def memory_that_the_driver_refuses_costs_no_other(rig: CudaRig) -> None:
-    """It works on after an import or a release that failed, whatever the code.
-
-    999 and 719 were seen at imports that cost no context; the bindings do not know 99999. Memory
-    that is not closed is this lane's until it ends.
-    """
-    memory, source = rig.attach(SIZES)
-    for number, code in enumerate(("999", "719~", "99999")):
-        refused, (other, _) = rig.make_worker(SIZES), rig.attach(SIZES)
-        rig.driver.set(f"fail=cuIpcOpenMemHandle:1:{code},cuIpcCloseMemHandle:1:{code}")
-        with pytest.raises(ImportFailed, match=r"^opening a worker's memory: "):
-            rig.device.import_memory(refused.handles, SIZES, refused.descriptors)
-        rig.device.release_memory(other)
-        rig.put(source, 0, 0, pattern(4096, number))
-        rig.move(memory, STORE, [(0, 0, 8192, 4096)])
-        rig.move(memory, LOAD, [(1, 0, 8192, 4096)])
-        np.testing.assert_array_equal(rig.get(source, 1, 0, 4096), pattern(4096, number))
-
-
 @rule(driver, "is_alive", lambda _stream: True)
 def a_context_that_does_not_answer_ends_the_lane(rig: CudaRig) -> None:
     """An import that cost the context is no import's own failure, nor is a copy's then."""
@@ -320,42 +282,6 @@ def a_context_that_does_not_answer_ends_the_lane(rig: CudaRig) -> None:
     rig.submit(1, memory, STORE, [(0, 0, 0, 100)])
     with pytest.raises(DeviceLost):
         drain(rig.device)
-
-
-def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> Any:
-    """What the bindings raise is not made an error of the lane."""
-    return getattr(cuda.bindings(), name)(*arguments)
-
-
-@rule(cuda, "call_raw", raise_as_the_bindings_do)
-def a_code_that_the_bindings_do_not_know_fails_one_transfer(rig: CudaRig) -> None:
-    """They raise ValueError; the transfer's error names the code, and the next one works."""
-    memory, _ = rig.attach(SIZES)
-    rig.driver.set("fail=cuEventRecord:1:99999")
-    rig.submit(1, memory, STORE, [(0, 0, 0, 100)])
-    assert "99999" in drain(rig.device)[1].error
-    rig.move(memory, STORE, [(0, 0, 0, 100)])
-
-
-@rule(
-    CudaDevice,
-    "has_room",
-    lambda _self, _direction: True,
-    options=options(bytes_in_flight=10_000, piece_bytes=2 * PAGE, bulk_bytes=2 * PAGE),
-)
-def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
-    """However long a job is, the device has no more of it than is allowed, and one piece.
-
-    The other direction is open.
-    """
-    served = Served(rig, SlotState.WRITING, blocks=64)
-    rig.driver.set("hold=copies")
-    served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
-    bytes_in_flight = rig.driver.calls(served.mark).count(COPY) * 2 * PAGE
-    assert 0 < bytes_in_flight <= 10_000 + 2 * PAGE
-    assert rig.device.has_room(LOAD)
-    rig.driver.set("hold=")
-    served.finish()
 
 
 def create_streams_alike() -> Callable[[int], Stream]:
@@ -412,22 +338,6 @@ def what_changed_under_a_copy_is_seen(rig: CudaRig) -> None:
             served.directory.set([1], SlotState.READY, generation=2, count=1)
         rig.driver.set("hold=")
         served.finish(JobStatus.VOID if kind is Store else JobStatus.STALE)
-
-
-@rule(runner, "_start_check", lambda _now: lambda _job: True)
-def jobs_wait_for_the_timeline(rig: CudaRig) -> None:
-    """A job reads and writes blocks after the engine's work before the number that it names."""
-    for kind, state in ((Store, SlotState.WRITING), (Load, SlotState.READY)):
-        served = Served(rig, state)
-        rig.put(served.source, 0, PAGE, pattern(PAGE, 1))
-        rig.put_pool(PAGE, pattern(PAGE, 2))
-        served.submit(make_job(kind, 1, [1], [1], after=1))
-        assert COPY not in rig.driver.calls(served.mark)
-        rig.put(served.source, 0, PAGE, pattern(PAGE, 3))
-        served.finish()
-        expected = pattern(PAGE, 3 if kind is Store else 2)
-        np.testing.assert_array_equal(rig.get_pool(PAGE, PAGE), expected)
-        np.testing.assert_array_equal(rig.get(served.source, 0, PAGE, PAGE), expected)
 
 
 class Served:

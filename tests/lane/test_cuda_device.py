@@ -76,8 +76,8 @@ class TestCudaDevice(DeviceContract):
 
 @pytest.fixture
 def rig(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> Iterator[CudaRig]:
-    """A backend that copies in batches."""
-    made = CudaRig(fake_driver, cuda_workers, options())
+    """A backend with little room."""
+    made = CudaRig(fake_driver, cuda_workers, options(bytes_in_flight=10_000))
     yield made
     made.close()
 
@@ -151,13 +151,16 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
         rig.device.import_memory((HostHandle(0),), (1,), (0,))
 
 
-def test_transfers_in_flight_are_bounded_however_short(rig: CudaRig) -> None:
-    """Of one direction there are no more than MAX_IN_FLIGHT; the other is open."""
+@pytest.mark.parametrize(("nbytes", "accepted"), [(8, MAX_IN_FLIGHT), (4096, 3)])
+def test_transfers_in_flight_are_bounded_however_short_or_long(
+    rig: CudaRig, nbytes: int, accepted: int
+) -> None:
+    """Of one direction there are no more transfers or bytes, and one piece; the other is open."""
     memory, _ = rig.attach(SIZES)
     rig.driver.set("hold=copies")
-    for number in range(MAX_IN_FLIGHT):
+    for number in range(accepted):
         assert rig.device.has_room(Direction.STORE)
-        rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
+        rig.submit(number, memory, Direction.STORE, [(0, 0, number * nbytes, nbytes)])
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
 
@@ -284,23 +287,22 @@ def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
         ("2-3,6\n", {0, 1, 2, 6}, [{2, 6}]),
         ("0-7\n", {0, 1}, []),  # one node, or a device without a node
         ("8-9\n", {0, 1}, []),  # which this process may not use
-        (None, {0, 1}, []),
+        ("", {0, 1}, []),
     ],
 )
 def test_a_lane_stays_near_its_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    near: str | None,
+    near: str,
     allowed: set[int],
     bound: list[set[int]],
 ) -> None:
     """On a machine with several nodes the process is bound to the device's processors."""
-    folder = tmp_path / "bus/pci/devices/0000:17:00.0"
-    folder.mkdir(parents=True)
-    if near is not None:
-        (folder / "local_cpulist").write_text(near, "ascii")
-    found: list[set[int]] = []
+    cpus_of_device = tmp_path / "bus/pci/devices/0000:17:00.0/local_cpulist"
+    cpus_of_device.parent.mkdir(parents=True)
+    cpus_of_device.write_text(near, "ascii")
+    calls: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: calls.append(cpus))
     bind_near_device("0000:17:00.0", tmp_path)
-    assert found == bound
+    assert calls == bound

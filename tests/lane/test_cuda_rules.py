@@ -4,12 +4,11 @@ The checks of copies are in cuda_checks.py, those of pinning are here.
 """
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,11 +20,10 @@ from kvd.lane.cuda import driver, pinning
 from kvd.lane.cuda.backend import CudaDevice
 from kvd.lane.cuda.pinning import LONGEST_PAUSE_SECONDS, PinnedPool
 from kvd.pool.geometry import FillOrder
-from tests.asked import Asked
 from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_checks import RULES, SIZES, STORE, rule
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, CudaWorkers, load
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, CudaWorkers, load
 from tests.lane.support import Memory
 from tests.processes import LONG
 from tests.waiting import eventually
@@ -34,7 +32,6 @@ pytestmark = pytest.mark.fakecuda
 
 PASSED, FAILED = 76, 77  # exit statuses that no other way to end has
 UNIT = 65536  # of the rig's registrations
-PIECES = 8  # of a pool of a check's own
 SOON = 10.0  # seconds; less once a rule is gone
 REGISTER, UNREGISTER = "cuMemHostRegister", "cuMemHostUnregister"
 
@@ -45,42 +42,6 @@ def is_soon(question: Callable[[], bool]) -> bool:
     while not (answer := question()) and time.monotonic() < end:
         time.sleep(0.001)
     return answer
-
-
-@contextlib.contextmanager
-def new_pool(pin_lock: int | None = None) -> Iterator[PinnedPool]:
-    """A pool of its own, in eight pieces."""
-    memory = Memory(POOL_BYTES)
-    memory.bytes[:] = 0
-    context = cudatensor.call("cuCtxGetCurrent")
-    pool = PinnedPool(memory.fd, POOL_BYTES, context, POOL_BYTES // PIECES, pin_lock)
-    try:
-        yield pool
-    finally:
-        pool.close()
-        memory.close()
-
-
-class Neighbour:
-    """Another lane's process, as far as the pin lock goes."""
-
-    def __init__(self, pid: int, pin_lock: int) -> None:
-        self._fd = os.open(f"/proc/{pid}/fd/{pin_lock}", os.O_RDWR)
-
-    def take(self) -> bool:
-        """Lock; whether that was possible without waiting."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def give(self) -> None:
-        """Unlock."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """The process ends."""
 
 
 def request_the_whole_pool() -> Callable[..., None]:
@@ -122,39 +83,8 @@ def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
     assert rig.device.is_usable(2 * UNIT, 3 * UNIT)
 
 
-@rule(PinnedPool, "_acquire_lock", lambda _self: True, pinned=False)
-def one_process_pins_at_a_time(rig: CudaRig) -> None:
-    """A piece is pinned or unpinned under the lock that all lanes share, and not without it."""
-    lock = Memory(4096)
-    neighbour = Asked(Neighbour, os.getpid(), lock.fd)
-    tries = 0
-    lockf = fcntl.lockf
-
-    def counted(fd: int, how: int) -> None:
-        nonlocal tries
-        tries += 1
-        lockf(fd, how)
-
-    with pytest.MonkeyPatch.context() as patch, new_pool(lock.fd) as pool:
-        patch.setattr(fcntl, "lockf", counted)
-        for call in (REGISTER, UNREGISTER):
-            assert is_soon(lambda: bool(neighbour.ask("take")))
-            before, tries, pinned = rig.driver.mark, 0, pool.pinned_bytes
-            pool.request(1, 0, POOL_BYTES) if call == REGISTER else pool.unpin()
-            eventually(lambda: tries >= 3 or pool.pinned_bytes != pinned)  # noqa: B023
-            assert pool.pinned_bytes == pinned
-            rig.driver.set(f"hang={call}:1")
-            neighbour.ask("give")
-            rig.driver.wait_for("@hang", 1, before)
-            assert not neighbour.ask("take")
-            rig.driver.set("unhang=")
-            eventually(lambda: pool.pinned_bytes == POOL_BYTES - pinned)  # noqa: B023
-    neighbour.close()
-    lock.close()
-
-
 @rule(pinning, "pause_after", lambda _seconds: 0.0, pinned=False)
-def others_have_the_driver_between_two_pieces(_rig: CudaRig) -> None:
+def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
     """After each piece the driver is left alone for as long as the piece took, at both ends."""
     busy: list[tuple[float, float]] = []
     register, unregister = driver.register_host, driver.unregister_host
@@ -165,14 +95,13 @@ def others_have_the_driver_between_two_pieces(_rig: CudaRig) -> None:
         register(address, *nbytes) if nbytes else unregister(address)
         busy.append((began, time.monotonic()))
 
-    with pytest.MonkeyPatch.context() as patch, new_pool() as pool:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "register_host", slow)
         patch.setattr(driver, "unregister_host", slow)
-        pool.request(1, 0, POOL_BYTES)
-        eventually(lambda: pool.pinned_bytes == POOL_BYTES)
-        pool.unpin()
-        eventually(lambda: not pool.pinned_bytes)
-    assert len(busy) == 2 * PIECES
+        rig.device.pin_arena(WHOLE_POOL, 0, POOL_BYTES)
+        rig.wait_until_pinned()
+        eventually(rig.device.unpin)
+    assert len(busy) == 2 * POOL_BYTES // UNIT
     for (began, ended), (next_began, _) in pairwise(busy):
         assert next_began - ended >= min(ended - began, LONGEST_PAUSE_SECONDS)
 

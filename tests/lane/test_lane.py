@@ -139,24 +139,6 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
-def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """Places of block 31 are not stored, and not loaded; block 0 holds KV as any other."""
-    worker.fill(1)
-    assert worker.run(Store, 1, [0, NULL_BLOCK, NULL_BLOCK, 5], [3, 4]) is JobStatus.OK
-    share = lane.hear(ShareDone)
-    assert (share.first.numpy().tolist(), share.count.numpy().tolist()) == ([0, 1], [1, 1])
-    directory.set([3], SlotState.READY, first=0, count=1)
-    directory.set([4], SlotState.READY, first=1, count=1)
-    stored = worker.pages([5, 0])
-    worker.poison()
-    assert worker.run(Load, 2, [8, NULL_BLOCK, NULL_BLOCK, 0], [3, 4]) is JobStatus.OK
-    assert (worker.pages([0, 8]) == stored).all()
-    others = [block for block in range(32) if block not in (0, 8)]
-    assert (worker.pages(others) == 0xEE).all()
-
-
 def test_jobs_are_refused_while_a_worker_is_unbound_or_their_number_is_in_use(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:

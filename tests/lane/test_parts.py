@@ -182,11 +182,11 @@ def test_addresses_are_the_same_however_runs_are_given(
             at = base + arena + byte
             address = at + int(where[at // registration])
             moved.append((address, int(storages[storage]) + offset + byte))
-    found = []
+    prepared = []
     for host, device, nbytes in made[0].columns.table.T.tolist():
         assert 0 < nbytes <= longest
-        found += [(host + byte, device + byte) for byte in range(0, nbytes, 4)]
-    assert found == moved
+        prepared += [(host + byte, device + byte) for byte in range(0, nbytes, 4)]
+    assert prepared == moved
     np.testing.assert_array_equal(made[0].ends, made[0].columns.table[2].cumsum())
 
 
