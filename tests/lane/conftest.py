@@ -1,11 +1,14 @@
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvd.lane.cuda.backend import CudaOptions
 from kvd_proto.directory import SlotState
 from tests.fakecuda.harness import FakeCuda
-from tests.lane.cuda_rig import CudaWorkers, TestDriver, load, switched
+from tests.lane.cuda_rig import CudaRig, CudaWorkers, MakeRig, TestDriver, load, switched
 from tests.lane.support import LAYOUT, SLOTS, Directory, FakeWorker, Lane
 
 POOL_BYTES = 8 * 2**20
@@ -60,3 +63,16 @@ def cuda_workers(process_with_memory: CudaWorkers) -> Iterator[CudaWorkers]:
     """The same; what a test has made is not kept for the tests after it."""
     yield process_with_memory
     process_with_memory.free()
+
+
+@pytest.fixture
+def make_rig(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> Iterator[MakeRig]:
+    """Makes backends with these options, which are closed with the test."""
+    with ExitStack() as stack:
+
+        def make(options: CudaOptions, **how: Any) -> CudaRig:
+            rig = CudaRig(fake_driver, cuda_workers, options, **how)
+            stack.callback(rig.close)
+            return rig
+
+        yield make

@@ -257,3 +257,6 @@ class CudaRig(Rig):
         drain(self.device)
         self.device.close()
         self.pool.close()
+
+
+MakeRig = Callable[..., CudaRig]

@@ -3,7 +3,6 @@
 import os
 import pwd
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options
-from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, CudaWorkers, TestDriver
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, MakeRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, Run, pattern
 from tests.lane.support import Memory, import_message
 from tests.layouts import flat_layout
@@ -56,30 +55,27 @@ class TestCudaDevice(DeviceContract):
         self,
         request: pytest.FixtureRequest,
         fake_driver: TestDriver,
-        cuda_workers: CudaWorkers,
-    ) -> Iterator[Rig]:
+        make_rig: MakeRig,
+    ) -> Rig:
         """A backend of its own, with a pool that is registered in many pieces."""
         seed, setting, by_descriptor, chosen = BACKENDS[request.param]
         fake_driver.set(f"seed={seed}")
         fake_driver.set(setting)
         if by_descriptor:  # not every driver says how far virtual memory goes
             fake_driver.set("vmm_ranges=0")
-        made = CudaRig(fake_driver, cuda_workers, chosen, ipc=not by_descriptor)
-        copier, name = made.cuda.copier, request.param
+        rig = make_rig(chosen, ipc=not by_descriptor)
+        copier, name = rig.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
         if isinstance(copier, BatchCopy):
             assert copier.returns_index == (name == "older batches")
             assert copier.overlap == (name != "plain batches")
-        yield made
-        made.close()
+        return rig
 
 
 @pytest.fixture
-def rig(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> Iterator[CudaRig]:
+def rig(make_rig: MakeRig) -> CudaRig:
     """A backend with little room."""
-    made = CudaRig(fake_driver, cuda_workers, options(bytes_in_flight=10_000))
-    yield made
-    made.close()
+    return make_rig(options(bytes_in_flight=10_000))
 
 
 @pytest.mark.parametrize(
@@ -166,17 +162,17 @@ def test_transfers_in_flight_are_bounded_however_short_or_long(
 
 
 def test_a_device_without_room_for_a_second_process_is_refused(
-    fake_driver: TestDriver, cuda_workers: CudaWorkers
+    fake_driver: TestDriver, make_rig: MakeRig
 ) -> None:
     """The compute mode is asked for before a context is made, and named with the remedy."""
     before = fake_driver.mark
     for mode, words in ((2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS: .* the engine or kvd")):
         fake_driver.set(f"compute_mode={mode}")
         with pytest.raises(CudaMissing, match=f"mode is {words}; nvidia-smi -c DEFAULT"):
-            CudaRig(fake_driver, cuda_workers, options())
+            make_rig(options())
     assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
     fake_driver.set("mps=1")
-    CudaRig(fake_driver, cuda_workers, options()).close()
+    make_rig(options())
 
 
 TRANSFERS = 120
@@ -187,14 +183,14 @@ LENGTHS = (100, 2048, 4000)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_and_pool_are_as_a_model_says(
-    fake_driver: TestDriver, cuda_workers: CudaWorkers, seed: int
+    fake_driver: TestDriver, make_rig: MakeRig, seed: int
 ) -> None:
     """Whatever the order in which transfers end, each has moved its bytes when it is reported."""
     rng = random.Random(seed)
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
     # 2: both threads enqueue in turn.
-    rig = CudaRig(fake_driver, cuda_workers, options(inline_runs=rng.choice([0, 2, 64])))
+    rig = make_rig(options(inline_runs=rng.choice([0, 2, 64])))
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)
@@ -229,7 +225,6 @@ def test_memory_and_pool_are_as_a_model_says(
                     free_in_pool.add(at // PAGE)
     np.testing.assert_array_equal(rig.get_pool(0, POOL_BYTES), pool)
     np.testing.assert_array_equal(rig.get(source, 0, 0, PAGES * PAGE), device)
-    rig.close()
 
 
 HUGE = 2 * 2**20
@@ -237,9 +232,7 @@ HUGE = 2 * 2**20
 FILE_BYTES, HUGE_POOL_BYTES = 4 * HUGE, 3 * HUGE + 8192
 
 
-def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
-    fake_driver: TestDriver, cuda_workers: CudaWorkers
-) -> None:
+def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(make_rig: MakeRig) -> None:
     """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
     try:
         pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
@@ -248,28 +241,25 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
         pool = Memory(FILE_BYTES, os.MFD_HUGETLB)  # none of its pages is there
     except OSError as error:
         pytest.skip(f"four huge pages are not to be had (vm.nr_hugepages): {error}")
-    chosen = CudaOptions(registration_bytes=HUGE)
     nbytes = HUGE_POOL_BYTES
-    rig = CudaRig(fake_driver, cuda_workers, chosen, pinned=False, pool=pool, pool_bytes=nbytes)
-    try:
-        rig.device.pin_arena(WHOLE_POOL, 0, nbytes)
-        os.posix_fallocate(pool.fd, nbytes, FILE_BYTES - nbytes)
-        memory, source = rig.attach((65536,))
-        rig.put(source, 0, 0, pattern(65536, 1))
-        fill = FillOrder(nbytes, HUGE)
-        filled = 0
-        for piece in fill.order:
-            assert rig.cuda.usable_bytes == filled
-            begin, end = fill.span(piece)
-            os.posix_fallocate(pool.fd, begin, end - begin)
-            filled += end - begin
-            eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
-        edge = HUGE - 4096
-        rig.move(memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
-        for at in (edge, 3 * HUGE):
-            np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
-    finally:
-        rig.close()
+    chosen = CudaOptions(registration_bytes=HUGE)
+    rig = make_rig(chosen, pinned=False, pool=pool, pool_bytes=nbytes)
+    rig.device.pin_arena(WHOLE_POOL, 0, nbytes)
+    os.posix_fallocate(pool.fd, nbytes, FILE_BYTES - nbytes)
+    memory, source = rig.attach((65536,))
+    rig.put(source, 0, 0, pattern(65536, 1))
+    fill = FillOrder(nbytes, HUGE)
+    filled = 0
+    for piece in fill.order:
+        assert rig.cuda.usable_bytes == filled
+        begin, end = fill.span(piece)
+        os.posix_fallocate(pool.fd, begin, end - begin)
+        filled += end - begin
+        eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
+    edge = HUGE - 4096
+    rig.move(memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
+    for at in (edge, 3 * HUGE):
+        np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
 
 
 def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

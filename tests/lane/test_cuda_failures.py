@@ -19,7 +19,7 @@ from kvd.lane.device import Direction
 from kvd.machine import cuda
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, CudaWorkers, TestDriver, load
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, CudaWorkers, MakeRig, TestDriver, load
 from tests.lane.device_contract import drain, pattern
 from tests.processes import python
 
@@ -165,10 +165,10 @@ def live_through_a_failure(
 
 
 def test_a_stream_that_cannot_be_asked_is_asked_again(
-    fake_driver: TestDriver, cuda_workers: CudaWorkers
+    fake_driver: TestDriver, make_rig: MakeRig
 ) -> None:
-    """A transfer whose event failed ends when its stream is idle, also if that is told late."""
-    rig = CudaRig(fake_driver, cuda_workers, OPTIONS)
+    """A transfer whose event failed ends when its stream is idle, also if that is seen late."""
+    rig = make_rig(OPTIONS)
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
     before = fake_driver.mark
@@ -177,7 +177,6 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
     assert "CUDA_ERROR_NOT_SUPPORTED" in drain(rig.device)[1].error
     assert fake_driver.calls(before).count("cuStreamQuery") >= 2
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
-    rig.close()
 
 
 @pytest.mark.parametrize(
