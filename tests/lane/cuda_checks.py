@@ -5,13 +5,11 @@ taken away.
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -19,19 +17,16 @@ from kvd.errors import DeviceLost, ImportFailed, LaneError
 from kvd.lane.cuda import driver, streams
 from kvd.lane.cuda.backend import CudaDevice, CudaOptions
 from kvd.lane.cuda.copies import BatchCopy
-from kvd.lane.cuda.driver import Stream
 from kvd.lane.device import Direction
-from kvd.lane.jobs import JobOutcome, JobState, LaneJob
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, WorkerTable
+from kvd.lane.workers import WorkerTable
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.jobs import CONTROL_BYTES
-from kvd_proto.layout import TensorSpec
-from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
+from kvd_proto.messages import IpcHandle, JobStatus, Store
 from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig
 from tests.lane.device_contract import DeviceContract, drain, pattern
-from tests.lane.support import EPOCH, Directory, Memory, bind_message, import_message, make_job
+from tests.lane.support import Directory, Memory, bound_worker, make_job
 from tests.layouts import flat_layout
 
 SIZES = (65536, 32768)
@@ -39,6 +34,7 @@ PAGE = 4096
 TURNS = 40
 COPY = "cuMemcpyBatchAsync"
 NO_BATCHES = f"fail={COPY}:*:801"
+LAYOUT = flat_layout(PAGE, blocks=16)
 FIVE_RUNS = [(0, at, at, 100) for at in range(0, 5000, 1000)]
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Check = Callable[[CudaRig], None]
@@ -51,7 +47,6 @@ class Rule:
     """A check, what takes the rule behind it away, and the backend on which both are seen.
 
     owner, attribute, replacement: without the rule, `owner` has this attribute instead.
-    before_start: the rule is one for setting up; it is taken away first.
     pinned: the pool is, before the check.
     """
 
@@ -61,7 +56,6 @@ class Rule:
     replacement: object
     options: CudaOptions = field(default_factory=options)
     setting: str = ""
-    before_start: bool = False
     pinned: bool = True
 
     @property
@@ -113,18 +107,6 @@ def sources_are_read_at_their_turn(rig: CudaRig) -> None:
     rig.driver.set("hold=")
     drain(rig.device)
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 2))
-
-
-@rule(driver, "device_address", lambda address: address, before_start=True)
-def batches_are_given_the_devices_addresses(rig: CudaRig) -> None:
-    """Pinned memory has another address for the device; batches know only that one."""
-    memory, source = rig.attach(SIZES)
-    rig.put(source, 0, 0, pattern(8192, 1))
-    before = rig.driver.mark
-    for direction, storage in ((STORE, 0), (LOAD, 1)):
-        rig.move(memory, direction, [(storage, 0, 0, 4096), (storage, 6000, 70000, 1000)])
-    np.testing.assert_array_equal(rig.get(source, 1, 6000, 1000), pattern(8192, 1)[6000:7000])
-    assert rig.driver.calls(before).count(COPY) == 2  # one by one they may have the host's
 
 
 @rule(streams.EnqueueThread, "idle", True, options=options(inline_runs=1))
@@ -237,25 +219,24 @@ def no_copy_spans_two_registrations(rig: CudaRig) -> None:
 )
 def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     """A job is refused while the registration of its part of the pool hangs, and then works."""
-    served = Served(rig, SlotState.WRITING)
+    before = rig.driver.mark
+    workers, source = WorkerTable(rig.device), rig.make_worker(LAYOUT.storages)
+    page, directory = Memory(CONTROL_BYTES), Directory(16)
+    directory.set(range(16), SlotState.WRITING)
+    fds = [page.fd, *source.descriptors[1:]]
+    worker = bound_worker(workers, LAYOUT, fds, directory.memory.fd, handles=source.handles)
+    rig.device.pin_arena(WHOLE_POOL, 0, POOL_BYTES)
     rig.driver.wait_for("@hang", 1, rig.mark)
-    served.submit(make_job(Store, 1, [1], [1]))
-    served.finish(JobStatus.STALE)
-    assert COPY not in rig.driver.calls(served.mark)
-    assert (rig.get_pool(0, POOL_BYTES) == 0xAB).all()
-    rig.driver.set("unhang=")
-    rig.wait_until_pinned()
-    served.submit(make_job(Store, 2, [1], [1]))
-    served.finish()
-
-
-@rule(Copies, "check_bounds", lambda *_: None)
-def a_run_stays_inside_its_storage(rig: CudaRig) -> None:
-    """A block that the layout puts behind its storage is refused, and nothing moves."""
-    served = Served(rig, SlotState.WRITING, offset=PAGE)
-    served.submit(make_job(Store, 1, [15], [1]))
-    served.finish(JobStatus.REFUSED)
-    assert (rig.get_pool(PAGE, PAGE) == 0xAB).all()
+    runner = Runner(rig.device)
+    for number, status in enumerate((JobStatus.STALE, JobStatus.OK)):
+        runner.submit(worker, make_job(Store, number, [1], [1]), request_id=1)
+        while not (ended := runner.take_ended()):
+            runner.run_once()
+        assert ended[0].outcome[0] is status, ended
+        assert (COPY in rig.driver.calls(before)) == (status is JobStatus.OK)
+        assert (rig.get_pool(PAGE, PAGE) == 0xAB).all() == (status is JobStatus.STALE)
+        rig.driver.set("unhang=")
+        rig.wait_until_pinned()
 
 
 @rule(driver, "address_range", lambda address: (address, 2**40))
@@ -284,18 +265,6 @@ def a_context_that_does_not_answer_ends_the_lane(rig: CudaRig) -> None:
         drain(rig.device)
 
 
-def create_streams_alike() -> Callable[[int], Stream]:
-    """Streams have one priority."""
-    create = driver.create_stream
-    return lambda _priority: create(0)
-
-
-@rule(driver, "create_stream", create_streams_alike(), before_start=True)
-def loads_go_before_stores_on_the_device(rig: CudaRig) -> None:
-    """The streams of loads have the greatest priority that there is, those of stores the least."""
-    assert (rig.priority(STORE), rig.priority(LOAD)) == driver.priorities()
-
-
 @rule(
     CudaDevice,
     "_check_liveness",
@@ -314,69 +283,3 @@ def what_hangs_is_given_up(rig: CudaRig) -> None:
         while rig.device.in_flight:
             with contextlib.suppress(LaneError):
                 rig.device.progress()
-
-
-def look_only_before_the_copy() -> Callable[[LaneJob], JobOutcome | None]:
-    """A job that was good when it started is good."""
-    check_slots = LaneJob.check_slots
-    return lambda job: check_slots(job) if job.state is JobState.QUEUED else None
-
-
-@rule(LaneJob, "check_slots", look_only_before_the_copy())
-def what_changed_under_a_copy_is_seen(rig: CudaRig) -> None:
-    """A store is VOID if its word moved on while it ran: it may have read what came after.
-
-    A load is STALE if its slot was given to another chunk: it may have brought other bytes.
-    """
-    for kind, state in ((Store, SlotState.WRITING), (Load, SlotState.READY)):
-        served = Served(rig, state)
-        rig.driver.set("hold=copies")
-        served.submit(make_job(kind, 1, [1], [1]))
-        if kind is Store:
-            served.page.bytes[8 * EPOCH] = 1
-        else:
-            served.directory.set([1], SlotState.READY, generation=2, count=1)
-        rig.driver.set("hold=")
-        served.finish(JobStatus.VOID if kind is Store else JobStatus.STALE)
-
-
-class Served:
-    """A runner over the rig's device, with one worker whose chunks are in this state.
-
-    offset: of block 0 in its storage, which has room for blocks from 0 on.
-    """
-
-    def __init__(self, rig: CudaRig, state: SlotState, blocks: int = 16, offset: int = 0) -> None:
-        layout = flat_layout(PAGE, blocks=blocks)
-        tensors = (TensorSpec(0, offset, PAGE, PAGE),)
-        layout = msgspec.structs.replace(layout, tensors=tensors)
-        self.mark = rig.driver.mark
-        self.source = rig.make_worker(layout.storages)
-        self.page = Memory(CONTROL_BYTES)
-        order = import_message(layout, self.source.handles)
-        fds = [self.page.fd, *self.source.descriptors[1:]]
-        self._worker = WorkerTable(rig.device).import_worker(order, fds)
-        self.directory = Directory(blocks)
-        self.directory.set(range(blocks), state, count=1)
-        bind, fds = bind_message(1, self.directory), [self.directory.memory.fd]
-        self._worker.binding = Binding.of(bind, fds, layout, POOL_BYTES)
-        rig.device.pin_arena(WHOLE_POOL, 0, POOL_BYTES)
-        self._runner = Runner(rig.device)
-
-    def submit(self, job: Job) -> None:
-        """Hand a job in, and let the lane take more turns than a copy needs."""
-        self._runner.submit(self._worker, job, request_id=1)
-        for _ in range(TURNS):
-            self._turn()
-
-    def finish(self, status: JobStatus = JobStatus.OK) -> None:
-        """The engine's stream reaches the number; the job ends so."""
-        self.page.bytes[0] = 1
-        while len(self._runner):
-            self._turn()
-        (job,) = self._runner.take_ended()
-        assert job.outcome[0] is status, job.outcome
-
-    def _turn(self) -> None:
-        self._runner.run_once()
-        time.sleep(0.0005)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.lane.queue import QueueLimits
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -211,16 +212,33 @@ def import_message(
 
 
 def bind_message(
-    session: int, directory: Directory, owner: int = 7, arena_base: int = 0
+    session: int, num_slots: int = SLOTS, *, owner: int = 7, arena_base: int = 0
 ) -> BindWorker:
-    """The order by which a worker's chunks live in this directory's slots."""
+    """The order by which a worker's chunks live in a directory's first slots."""
     return BindWorker(
         session=session,
         namespace=NAMESPACE,
         owner=owner,
         arena_base=arena_base,
-        num_slots=len(directory.records),
+        num_slots=num_slots,
     )
+
+
+def bound_worker(
+    workers: WorkerTable,
+    layout: RankLayout,
+    fds: Sequence[int],
+    directory_fd: int,
+    *,
+    owner: int = 7,
+    num_slots: int = SLOTS,
+    handles: Sequence[Handle] = (),
+) -> LaneWorker:
+    """A worker with this memory, bound to a directory; its engine has the session's number."""
+    worker = workers.import_worker(import_message(layout, handles, session=owner), fds)
+    bind = bind_message(owner, num_slots, owner=owner)
+    worker.binding = Binding.of(bind, [directory_fd], layout, layout.slot_bytes * num_slots)
+    return worker
 
 
 class Lane:
@@ -274,7 +292,7 @@ class Lane:
 
     def bind(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> None:
         """Say where the worker's chunks live."""
-        message = bind_message(worker.session, directory, arena_base=arena_base)
+        message = bind_message(worker.session, len(directory.records), arena_base=arena_base)
         self.tell(message, [directory.memory.fd])
         self.ping()
 

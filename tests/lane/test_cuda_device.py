@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
+from kvd.lane.cuda import driver
 from kvd.lane.cuda.backend import (
     MAX_IN_FLIGHT,
     CudaOptions,
@@ -159,6 +160,13 @@ def test_transfers_in_flight_are_bounded_however_short_or_long(
         rig.submit(number, memory, Direction.STORE, [(0, 0, number * nbytes, nbytes)])
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
+
+
+def test_loads_go_before_stores_on_the_device(rig: CudaRig) -> None:
+    """The streams of loads have the greatest priority that there is, those of stores the least."""
+    least, greatest = driver.priorities()
+    assert greatest < least
+    assert (rig.priority(Direction.STORE), rig.priority(Direction.LOAD)) == (least, greatest)
 
 
 def test_a_device_without_room_for_a_second_process_is_refused(

@@ -218,12 +218,9 @@ def check(fakecuda: FakeCuda, log: Path, name: str, without: bool) -> None:
     fake_driver = load(fakecuda, log)
     if rule.setting:
         fake_driver.set(rule.setting)
+    rig = CudaRig(fake_driver, workers, rule.options, pinned=rule.pinned)
     if without:
         patch.setattr(f"{__name__}.SOON", 1.0)
-    if without and rule.before_start:
-        patch.setattr(rule.owner, rule.attribute, rule.replacement)
-    rig = CudaRig(fake_driver, workers, rule.options, pinned=rule.pinned)
-    if without and not rule.before_start:
         patch.setattr(rule.owner, rule.attribute, rule.replacement)
     try:
         rule.check(rig)

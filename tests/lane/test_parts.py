@@ -233,7 +233,7 @@ def table() -> Iterator[Directory]:
 def binding(table: Directory) -> Binding:
     """Engine 7's binding to it."""
     size = LAYOUT.slot_bytes * SLOTS
-    return Binding.of(bind_message(1, table), [table.memory.fd], LAYOUT, size)
+    return Binding.of(bind_message(1), [table.memory.fd], LAYOUT, size)
 
 
 @given(

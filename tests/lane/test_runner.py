@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from kvd.errors import LaneError
 from kvd.lane.device import CompletedTransfer, Direction, Transfer
@@ -24,23 +25,24 @@ from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
+from kvd_proto.expand import Expander
 from kvd_proto.jobs import EPOCH_WORDS, IntArray
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
     EPOCH,
     NAMESPACE,
+    SLOTS,
     Directory,
     FakeWorker,
     Memory,
     bind_message,
-    import_message,
+    bound_worker,
     make_job,
 )
 from tests.layouts import flat_layout
 
 PAGE = 2 * 2**20  # one page is one piece
-SLOTS = 12
 
 
 class HeldDevice(HostDevice):
@@ -91,15 +93,12 @@ class Bench:
         self.sources: list[FakeWorker] = []
         self.workers = WorkerTable(self.device)
 
-    def worker(self, session: int = 1, owner: int = 7) -> LaneWorker:
+    def worker(self, owner: int = 7) -> LaneWorker:
         """A bound worker."""
-        source = FakeWorker(self.layout, session=session)
+        source = FakeWorker(self.layout, session=owner)
         self.sources.append(source)
-        message = import_message(self.layout, session=session)
-        worker = self.workers.import_worker(message, source.fds)
-        bind, fds = bind_message(session, self.directory, owner), [self.directory.memory.fd]
-        worker.binding = Binding.of(bind, fds, self.layout, len(self.pool.bytes))
-        return worker
+        directory = self.directory.memory.fd
+        return bound_worker(self.workers, self.layout, source.fds, directory, owner=owner)
 
     def submit(self, worker: LaneWorker, job: Job) -> None:
         """Hand a job in."""
@@ -138,7 +137,7 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
     """Alone a job is given in bulk; beside another engine's in turns of a short piece each."""
     bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
     bench.device.width = 1
-    one, other = bench.worker(1, owner=7), bench.worker(2, owner=8)
+    one, other = bench.worker(), bench.worker(8)
     bench.directory.set(range(4, SLOTS), SlotState.READY, count=1)
     bench.directory.set([3], SlotState.WRITING, owner=8)
     bench.submit(one, make_job(Load, 1, range(1, 9), range(4, 12)))
@@ -222,9 +221,38 @@ def test_a_store_that_awaits_the_broker_ends_without_a_copy(
 
 def test_an_arena_outside_the_pool_is_refused(bench: Bench) -> None:
     """A worker is not bound to bytes that the pool does not have, by as little as one."""
-    bind, fds = bind_message(1, bench.directory), [bench.directory.memory.fd]
+    bind, fds = bind_message(1), [bench.directory.memory.fd]
     with pytest.raises(LaneError, match="does not lie inside the pool"):
         Binding.of(bind, fds, bench.layout, bench.layout.slot_bytes * SLOTS - 1)
+
+
+def test_a_block_behind_its_storage_is_refused(bench: Bench) -> None:
+    """The layout puts it there: nothing of the job moves."""
+    worker = bench.worker()
+    tensors = (TensorSpec(0, PAGE, PAGE, PAGE),)
+    worker.expander = Expander(replace(bench.layout, tensors=tensors))
+    bench.submit(worker, make_job(Store, 1, [15], [3]))
+    bench.run()
+    assert bench.ended() == [(1, JobStatus.REFUSED)]
+
+
+@pytest.mark.parametrize("status", [JobStatus.VOID, JobStatus.STALE])
+def test_what_changed_under_a_copy_is_seen(bench: Bench, status: JobStatus) -> None:
+    """A store is VOID if its word moved on while it ran: it may have read what came after.
+
+    A load is STALE if its slot was given to another chunk: it may have brought other bytes.
+    """
+    bench.directory.set([4], SlotState.READY, count=1)
+    store = status is JobStatus.VOID
+    job = make_job(Store, 1, [1], [3]) if store else make_job(Load, 1, [1], [4])
+    bench.submit(bench.worker(), job)
+    bench.runner.run_once()
+    if store:
+        bench.sources[0].words[EPOCH] = 1
+    else:
+        bench.directory.set([4], SlotState.READY, generation=2, count=1)
+    bench.run()
+    assert bench.ended() == [(1, status)]
 
 
 class RunnerMachine(RuleBasedStateMachine):
@@ -234,7 +262,7 @@ class RunnerMachine(RuleBasedStateMachine):
     def make(self) -> None:
         """Two engines."""
         self.bench = Bench(QueueLimits(jobs=8))
-        self.pair = [self.bench.worker(1, owner=7), self.bench.worker(2, owner=8)]
+        self.pair = [self.bench.worker(), self.bench.worker(8)]
         self.bench.directory.set(range(6), SlotState.READY, count=1)
         self.open: set[int] = set()
         self.broken: set[int] = set()  # jobs of which a transfer failed
@@ -361,7 +389,7 @@ def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, list[Message]]:
     """The broker's orders and the reports of ended jobs; what is sent to the broker."""
     sent: list[Message] = []
     # Of the one order that comes over it the descriptors are lost.
-    lost = DescriptorsLost("too many open files", LINK.encode(bind_message(1, bench.directory)))
+    lost = DescriptorsLost("too many open files", LINK.encode(bind_message(1)))
     link = mock.Mock(
         send=lambda frame: sent.append(LINK.decode(frame)[1]),
         receive=mock.Mock(side_effect=[lost, None]),
