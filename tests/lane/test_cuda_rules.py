@@ -191,10 +191,10 @@ def forks() -> ForkServerContext:
 
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES])
-def test_the_backend_keeps_the_rule_and_its_check_fails_without(
+def test_the_backend_keeps_the_rule(
     fakecuda: FakeCuda, forks: ForkServerContext, tmp_path: Path, name: str
 ) -> None:
-    """As it is, the backend passes the check; so the rule is tested, not only written."""
+    """It passes the check, which fails without the rule: so the rule is tested."""
     statuses = []
     for without in (False, True):
         log = tmp_path / f"{without}.log"

@@ -4,6 +4,7 @@ And what the broker is told meanwhile: nothing too early.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -156,46 +157,38 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
     assert given[3:] == [(True, load, 1), (False, load, 1), (True, load, 2), (False, store, 1)]
 
 
-@pytest.fixture
-def layered() -> Iterator[Bench]:
-    """A runner and a worker's layout of three layers, the last one first; all slots are READY."""
-    refs = tuple(TensorRef(i, PAGE, 2 - i) for i in range(3))
-    made = Bench(layout=flat_layout(PAGE, PAGE, PAGE, blocks=16, groups=(GroupSpec(refs, 16),)))
-    made.directory.set(range(SLOTS), SlotState.READY, count=1)
-    yield made
-    made.close()
+def test_layers_are_reported_when_all_their_bytes_are_in() -> None:
+    """The word follows the pieces that have landed, layer after layer, and never goes before.
 
-
-def test_layers_are_told_when_all_their_bytes_are_in(layered: Bench) -> None:
-    """The word follows the pieces that have landed, layer after layer, and never goes before."""
-    bench = layered
-    bench.device.bulk_bytes = dict.fromkeys(Direction, 100 * PAGE)
-    bench.submit(bench.worker(), make_job(Load, 1, [1, 2], [3, 4], progress=2))
-    reported, moved = [], []
-    bench.runner.run_once()
-    while bench.device.flying:
-        piece = bench.device.flying[0]
-        assert isinstance(piece.runs, HostRuns)
-        moved += piece.runs.copies.runs[piece.begin : piece.end]
+    What arrives after a slot has moved on is not reported, and the load is STALE.
+    """
+    refs = tuple(TensorRef(i, PAGE, 2 - i) for i in range(3))  # the last layer comes first
+    layout = flat_layout(PAGE, PAGE, PAGE, blocks=16, groups=(GroupSpec(refs, 16),))
+    with closing(Bench(layout=layout)) as bench:
+        bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+        bench.device.bulk_bytes = dict.fromkeys(Direction, 100 * PAGE)
+        worker, words = bench.worker(), bench.sources[0].words
+        bench.submit(worker, make_job(Load, 1, [1, 2], [3, 4], progress=2))
+        reported, moved = [], []
+        bench.runner.run_once()
+        while bench.device.flying:
+            piece = bench.device.flying[0]
+            assert isinstance(piece.runs, HostRuns)
+            moved += piece.runs.copies.runs[piece.begin : piece.end]
+            bench.device.land()
+            bench.runner.run_once()
+            reported.append(int(words[EPOCH_WORDS + 1]))
+        assert [run[0] for run in moved] == [2, 2, 1, 1, 0, 0]
+        assert reported == [0, 1, 1, 2, 2, 3]
+        assert bench.ended() == [(1, JobStatus.OK)]
+        bench.submit(worker, make_job(Load, 2, [1], [3], progress=1))
+        bench.runner.run_once()
         bench.device.land()
         bench.runner.run_once()
-        reported.append(int(bench.sources[0].words[EPOCH_WORDS + 1]))
-    assert [run[0] for run in moved] == [2, 2, 1, 1, 0, 0]
-    assert reported == [0, 1, 1, 2, 2, 3]
-    assert bench.ended() == [(1, JobStatus.OK)]
-
-
-def test_layers_are_not_told_once_a_chunk_has_gone(layered: Bench) -> None:
-    """What arrives after a slot has moved on is not reported, and the load is STALE."""
-    bench = layered
-    bench.submit(bench.worker(), make_job(Load, 1, [1], [3], progress=1))
-    bench.runner.run_once()
-    bench.device.land()
-    bench.runner.run_once()
-    bench.directory.set([3], SlotState.DRAINING)
-    bench.run()
-    assert bench.sources[0].words[EPOCH_WORDS] == 1
-    assert bench.ended() == [(1, JobStatus.STALE)]
+        bench.directory.set([3], SlotState.DRAINING)
+        bench.run()
+        assert words[EPOCH_WORDS] == 1
+        assert bench.ended() == [(2, JobStatus.STALE)]
 
 
 @pytest.mark.parametrize("status", [JobStatus.TIMEOUT, JobStatus.VOID, JobStatus.STALE])
