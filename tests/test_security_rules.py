@@ -211,7 +211,6 @@ HARDWARE = {
         "test_the_driver_and_its_version_are_judged",
     ),
     "registered memory has another address for the device": (
-        "test_exactly_the_runs_are_moved",
         "test_memory_and_pool_are_as_a_model_says",
     ),
     "pinning keeps others from the driver, some kernels pin little at a time": (
