@@ -56,21 +56,21 @@ def check() -> None:
         )
 
 
-def mib_that_fit(wanted: int, folder: Path = SHARED_MEMORY) -> int:
-    """MiB to move at a time: as wanted, or less where shared memory is small.
+def mib_that_fit(requested: int, folder: Path = SHARED_MEMORY) -> int:
+    """MiB to move at a time: as requested, or less where shared memory is small.
 
     Raises:
         Refused: there is too little for figures that mean something; with the remedy.
     """
     free = shutil.disk_usage(folder).free
     fit = (free - SPARE_BYTES) // POOLS // 2**20
-    if fit < min(wanted, LEAST_MIB):
-        needed_bytes = POOLS * wanted * 2**20 + SPARE_BYTES
+    if fit < min(requested, LEAST_MIB):
+        needed_bytes = POOLS * requested * 2**20 + SPARE_BYTES
         raise Refused(
             f"{folder} has {free // 2**20} MiB free and {needed_bytes // 2**20} are needed; enlarge"
             f" it: mount -o remount,size=24g {folder} (a container: --shm-size=24g)"
         )
-    return min(wanted, fit)
+    return min(requested, fit)
 
 
 def _ask(command: list[str], seconds: float, late: str) -> "subprocess.CompletedProcess[str]":

@@ -126,9 +126,8 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         """The same jobs, and every count right."""
-        if hasattr(self, "queue"):
-            self.queue.check_integrity()
-            assert set(self.queue) == set(self.model)
+        self.queue.check_integrity()
+        assert set(self.queue) == set(self.model)
 
 
 TestQueueMachine = QueueMachine.TestCase

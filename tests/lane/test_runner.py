@@ -1,6 +1,6 @@
 """Jobs on a device whose transfers stay in flight until the test lets them end.
 
-And what the broker is told meanwhile: nothing too early.
+And what the lane reports to the broker meanwhile: nothing too early.
 """
 
 from collections.abc import Iterator
@@ -325,8 +325,6 @@ class RunnerMachine(RuleBasedStateMachine):
     @invariant()
     def each_job_ends_once_and_at_rest(self) -> None:
         """Whatever ended was open, has nothing in flight, and the rest is still known."""
-        if not hasattr(self, "bench"):
-            return
         self.bench.runner.check_integrity()
         for job in self.bench.runner.take_ended():
             assert job.transfers_in_flight == 0

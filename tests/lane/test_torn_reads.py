@@ -193,8 +193,6 @@ class TornReadsMachine(RuleBasedStateMachine):
     @invariant()
     def chunks_are_whole(self) -> None:
         """The tables agree, and READY chunks hold the bytes that were stored as theirs."""
-        if not hasattr(self, "free"):
-            return
         self.table.check_integrity()
         self.runner.check_integrity()
         size = LAYOUT.slot_bytes
