@@ -40,7 +40,7 @@ HTTP reads only, under its own host names: test_nothing_can_be_changed
     test_a_foreign_host_header_is_refused test_every_interface_only_on_request_and_with_a_warning
 a neighbour finds and loads no other model's chunks:
     test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes
-a slot's older bytes cannot be loaded: test_a_stale_generation_moves_nothing
+a slot's older bytes cannot be loaded: test_a_forged_job_moves_nothing
     test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded
 names carry no escapes: test_a_name_that_cannot_be_shown_is_refused
     test_no_command_writes_a_names_escapes_to_the_terminal
@@ -54,7 +54,7 @@ a worker sends no jobs as another: test_malformed_and_foreign_requests_get_their
 a forged job moves nothing: test_a_forged_job_moves_nothing
 leases and stores belong to an engine: test_leases_and_stores_of_another_engine_cannot_be_ended
 blocks, sizes and slots are in range: test_a_job_that_does_not_fit_the_layout_is_refused
-    test_a_run_outside_its_storage_or_the_arena_is_refused test_the_backend_keeps_the_rule
+    test_a_run_outside_its_storage_or_the_arena_is_refused test_a_block_behind_its_storage_is_refused
 sizes are checked against file and allocation: test_memory_that_is_not_as_described_is_refused
     test_the_backend_keeps_the_rule test_no_more_is_mapped_than_there_is_in
 mapped memory cannot shrink: test_memory_that_could_be_shortened_is_refused
@@ -94,7 +94,6 @@ slots on loan: test_an_engine_has_a_part_of_its_share_on_loan
 lease_seconds, ticket_seconds: test_a_load_that_never_ends_pins_no_longer_than_a_lease
     test_a_ticket_that_is_never_used_runs_out
 an engine's queue in a lane: test_a_lane_full_of_one_engines_stores_serves_the_other
-    test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place
 quota: test_a_cap_keeps_a_flood_out_of_the_rest_of_the_pool
 descriptions: test_what_is_too_long_is_counted_and_stored_without
     test_a_full_filesystem_costs_descriptions_and_no_store
@@ -128,10 +127,9 @@ HARDWARE = rules(
     """
 a store before the pool is pinned is taken in part:
     test_lookups_are_answered_while_the_pool_is_pinned_anew
-a driver is older than the bindings: test_a_driver_that_cannot_serve_is_named_with_the_remedy
-    test_a_driver_that_is_older_than_the_bindings_serves_and_is_named
+a driver is older than the bindings: test_a_driver_serves_or_is_named_with_the_remedy
     test_the_driver_and_its_version_are_judged
-registered memory has another address for the device: test_the_backend_keeps_the_rule
+registered memory has another address for the device:
     test_memory_and_pool_are_as_a_model_says
 pinning keeps others from the driver, some kernels pin little at a time:
     test_pieces_are_short_and_whole test_the_backend_keeps_the_rule

@@ -69,9 +69,8 @@ def test_the_documented_directory_is_read_as_documented(tmp_path: Path, client: 
     """The directory that docs/protocol.md shows byte by byte gives what its table says."""
     text = PROTOCOL_MD.read_text(encoding="utf-8").split("## A directory, byte by byte")[1]
     text = text.split("\n## ")[0]
-    found = re.search(r"(\d+) bytes in all", text)
-    assert found is not None
-    directory = bytearray(int(found[1]))
+    (size,) = re.findall(r"(\d+) bytes in all", text)
+    directory = bytearray(int(size))
     for at, row in re.findall(r"^ *(\d+)  ((?:[0-9a-f]{8} ?){4})$", text, re.MULTILINE):
         directory[int(at) : int(at) + 16] = bytes.fromhex(row)
     path = tmp_path / "directory"

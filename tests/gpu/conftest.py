@@ -58,6 +58,6 @@ def gpu_daemons(request: pytest.FixtureRequest) -> Iterator[StartDaemon]:
 def _keep_logs(folder: Path, test: str) -> None:
     if "GPU_TESTS_LOG" not in os.environ:
         return
-    with Path(os.environ["GPU_TESTS_LOG"]).open("ab") as kept:
+    with Path(os.environ["GPU_TESTS_LOG"]).open("ab") as sink:
         for log in sorted(folder.glob("*.log")):
-            kept.writelines((f"== {test}, {log.name}\n".encode(), log.read_bytes()))
+            sink.writelines((f"== {test}, {log.name}\n".encode(), log.read_bytes()))

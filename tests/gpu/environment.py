@@ -56,21 +56,21 @@ def check() -> None:
         )
 
 
-def mib_that_fit(wanted: int, folder: Path = SHARED_MEMORY) -> int:
-    """MiB to move at a time: as wanted, or less where shared memory is small.
+def mib_that_fit(requested: int, folder: Path = SHARED_MEMORY) -> int:
+    """MiB to move at a time: as requested, or less where shared memory is small.
 
     Raises:
         Refused: there is too little for figures that mean something; with the remedy.
     """
     free = shutil.disk_usage(folder).free
     fit = (free - SPARE_BYTES) // POOLS // 2**20
-    if fit < min(wanted, LEAST_MIB):
-        needed_bytes = POOLS * wanted * 2**20 + SPARE_BYTES
+    if fit < min(requested, LEAST_MIB):
+        needed_bytes = POOLS * requested * 2**20 + SPARE_BYTES
         raise Refused(
             f"{folder} has {free // 2**20} MiB free and {needed_bytes // 2**20} are needed; enlarge"
             f" it: mount -o remount,size=24g {folder} (a container: --shm-size=24g)"
         )
-    return min(wanted, fit)
+    return min(requested, fit)
 
 
 def _ask(command: list[str], seconds: float, late: str) -> "subprocess.CompletedProcess[str]":
@@ -110,16 +110,16 @@ def environment(folder: Path) -> dict[str, str]:
     if lacking:
         _install(lacking, folder)
     paths = [*map(str, SOURCES), str(folder), os.environ.get("PYTHONPATH", "")]
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     # Plugins that happen to be there are no part of these tests.
-    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     command = [sys.executable, "-c", code, *packages, "kvd.server.loop", "kvd_client"]
-    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it died"])[-1]
         raise Refused(f"{sys.executable} cannot import what is needed ({last})")
-    return found
+    return variables
 
 
 def is_there(module: str) -> bool:
@@ -140,8 +140,8 @@ def _install(packages: list[str], folder: Path) -> None:
         )
     if not Path(wheels).is_dir():
         raise Refused(f"WHEELS={wheels} is no folder; it is to have the wheels of {listed}")
-    there = {_plain(wheel.name.split("-")[0]) for wheel in Path(wheels).glob("*.whl")}
-    if missing := [package for package in packages if _plain(package) not in there]:
+    wheel_names = {_plain(wheel.name.split("-")[0]) for wheel in Path(wheels).glob("*.whl")}
+    if missing := [package for package in packages if _plain(package) not in wheel_names]:
         raise Refused(
             f"{sys.executable} and WHEELS={wheels} lack {', '.join(missing)}; put their wheels"
             f" there too ({_download(missing)})"
@@ -150,7 +150,7 @@ def _install(packages: list[str], folder: Path) -> None:
         raise Refused(f"{sys.executable} lacks {listed}, and pip to install them from {wheels}")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
     command += ["--disable-pip-version-check", "--find-links", wheels, "--target", str(folder)]
-    said = ""
+    last_line = ""
     # What they need in turn may be in the folder, or installed, which pip does not look at here.
     for alone in ([], ["--no-deps"]):
         done = subprocess.run(
@@ -158,8 +158,8 @@ def _install(packages: list[str], folder: Path) -> None:
         )
         if not done.returncode:
             return
-        said = (done.stderr.strip().splitlines() or ["pip died"])[-1]
-    raise Refused(f"{wheels} has not all wheels for {listed} ({said})")
+        last_line = (done.stderr.strip().splitlines() or ["pip died"])[-1]
+    raise Refused(f"{wheels} has not all wheels for {listed} ({last_line})")
 
 
 def _plain(package: str) -> str:

@@ -72,25 +72,25 @@ def _tests_and_benchmark(how: Sequence[str], variables: Mapping[str, str], out: 
     half = time.monotonic() + SHARE_OF_TESTS * SECONDS
     with log.open("wb") as sink:
         tested = _run("the tests", [sys.executable, *TESTS], ours, half, sink.fileno())
-    said = log.read_text(encoding="utf-8", errors="replace")
+    log_text = log.read_text(encoding="utf-8", errors="replace")
     if tested:
-        print(extract(said), flush=True)
+        print(extract(log_text), flush=True)
     left = end - time.monotonic() - LAST_WORDS_SECONDS
     bench = [sys.executable, "bench/gpu.py", "--out", str(out / "gpu.json")]
     measured = _run("the benchmark", [*bench, "--seconds", f"{left:.0f}", *how], variables, end)
-    for line in tests_summary(said):
+    for line in tests_summary(log_text):
         print(line)
     print(f"tests: exit status {tested}, lines in {log} and {logs / 'daemons.log'}")
     return measured or tested
 
 
-def tests_summary(said: str) -> list[str]:
+def tests_summary(log_text: str) -> list[str]:
     """How many tests passed, and the names of the others, of what `pytest -v` has said.
 
     A test without an outcome was running when pytest was ended.
     """
     outcomes: dict[str, str] = {}
-    for name, outcome in _OUTCOME.findall(said):
+    for name, outcome in _OUTCOME.findall(log_text):
         outcomes[name] = outcome or outcomes.get(name) or "NOT ENDED"
     passed = [name for name, outcome in outcomes.items() if outcome == "PASSED"]
     lines = [f"tests: {len(passed)} of {len(outcomes)} passed"]
@@ -98,13 +98,13 @@ def tests_summary(said: str) -> list[str]:
     lines += [
         f"  {outcome.lower()}: {name}" for name, outcome in outcomes.items() if name not in passed
     ]
-    reasons = dict.fromkeys(re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", said, re.MULTILINE))
+    reasons = dict.fromkeys(re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", log_text, re.MULTILINE))
     return [*lines, *(f"  reason to skip: {reason[:REASON_LETTERS]}" for reason in reasons)]
 
 
-def extract(said: str) -> str:
+def extract(log_text: str) -> str:
     """The last lines of a log, not too many."""
-    return "\n".join(said.splitlines()[-SHOWN_LINES:])[-SHOWN_LETTERS:]
+    return "\n".join(log_text.splitlines()[-SHOWN_LINES:])[-SHOWN_LETTERS:]
 
 
 def _run(

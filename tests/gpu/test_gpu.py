@@ -92,10 +92,10 @@ def test_an_engine_of_another_user_is_served_or_told_of_both_users(
     daemon.runtime_dir.parent.chmod(0o711)
     with closing(Asked(OthersEngine, daemon.runtime_dir, kind)) as engine:
         try:
-            wrong, refusal = engine.ask("serve"), ""
+            wrong_bytes, refusal = engine.ask("serve"), ""
         except RuntimeError as error:
-            wrong, refusal = 0, str(error)
-    assert wrong == 0
+            wrong_bytes, refusal = 0, str(error)
+    assert wrong_bytes == 0
     if refusal:  # the other of two right ways
         assert f"the worker's user is {NOBODY}" in refusal
         assert f"the lane's is {os.getuid()}" in refusal

@@ -1,12 +1,14 @@
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvd.lane.cuda.backend import CudaOptions
 from kvd_proto.directory import SlotState
 from tests.fakecuda.harness import FakeCuda
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import TestDriver, load, switched
+from tests.lane.cuda_rig import CudaRig, CudaWorkers, MakeRig, TestDriver, load, switched
 from tests.lane.support import LAYOUT, SLOTS, Directory, FakeWorker, Lane
 
 POOL_BYTES = 8 * 2**20
@@ -48,24 +50,29 @@ def fake_driver(loaded_driver: TestDriver) -> Iterator[TestDriver]:
 
 
 @pytest.fixture(scope="session")
-def processes(loaded_driver: TestDriver) -> Iterator[dict[str, CudaWorkers]]:
-    """Two processes: the device memory of one has IPC handles, that of the other descriptors."""
+def process_with_memory(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
+    """Another process, which makes device memory."""
     with switched(loaded_driver.environment):
-        made = {kind: CudaWorkers(ipc=kind == "ipc") for kind in ("ipc", "vmm")}
-    yield made
-    for process in made.values():
-        process.close()
+        workers = CudaWorkers()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture
-def ipc_workers(processes: dict[str, CudaWorkers]) -> Iterator[CudaWorkers]:
-    """Memory with IPC handles; what a test has of it is not kept for the tests after it."""
-    yield processes["ipc"]
-    processes["ipc"].forget()
+def cuda_workers(process_with_memory: CudaWorkers) -> Iterator[CudaWorkers]:
+    """The same; what a test has made is not kept for the tests after it."""
+    yield process_with_memory
+    process_with_memory.free()
 
 
 @pytest.fixture
-def vmm_workers(processes: dict[str, CudaWorkers]) -> Iterator[CudaWorkers]:
-    """Memory with descriptors, as long."""
-    yield processes["vmm"]
-    processes["vmm"].forget()
+def make_rig(fake_driver: TestDriver, cuda_workers: CudaWorkers) -> Iterator[MakeRig]:
+    """Makes backends with these options, which are closed with the test."""
+    with ExitStack() as stack:
+
+        def make(options: CudaOptions, **how: Any) -> CudaRig:
+            rig = CudaRig(fake_driver, cuda_workers, options, **how)
+            stack.callback(rig.close)
+            return rig
+
+        yield make

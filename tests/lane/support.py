@@ -8,20 +8,19 @@ import fcntl
 import mmap
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.lane.queue import QueueLimits
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -32,11 +31,9 @@ from kvd.wire.link import (
     LanePing,
     LanePong,
     LaneReady,
-    ShareDone,
     lane_socket,
 )
-from kvd_proto.channel import Channel, close_all
-from kvd_proto.codec import Header
+from kvd_proto.channel import Channel
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.jobs import CONTROL_BYTES, JobBlocks
 from kvd_proto.layout import RankLayout
@@ -91,51 +88,28 @@ class Directory:
             self.memory.bytes, RECORD_DTYPE, num_slots, HEADER_BYTES
         )
 
-    def set(
-        self,
-        slots: Sequence[int],
-        state: SlotState,
-        *,
-        generation: int = 1,
-        owner: int = 7,
-        first: int = 0,
-        count: int = 0,
-        group: int = 0,
-        loan: int = 0,
-    ) -> None:
-        """Write these slots' records."""
-        for slot in slots:
-            row = self.records[slot : slot + 1]
-            row["generation"], row["owner"], row["state"] = generation, owner, int(state)
-            row["first"], row["count"], row["group"] = first, count, group
-            row["loan"] = loan
+    def set(self, slots: Sequence[int], state: SlotState, **fields: int) -> None:
+        """Write these slots' records: of engine 7 and generation 1, if nothing else is said."""
+        record = {"generation": 1, "owner": 7, "first": 0, "count": 0, "group": 0, "loan": 0}
+        for name, value in (record | fields | {"state": int(state)}).items():
+            self.records[name][list(slots)] = value
 
 
 class FakeWorker:
-    """A worker's memory, and its connections to the lane."""
+    """A worker's memory, and its connection to the lane."""
+
+    connection: RawConnection
 
     def __init__(self, layout: RankLayout, *, session: int = 1) -> None:
         self.layout, self.session = layout, session
-        self.token = token_of(session)
         self.page = Memory(CONTROL_BYTES)
         self.words = self.page.bytes.view("<u8")
         self.storages = [Memory(size) for size in layout.storages]
-        self.connections: list[RawConnection] = []
 
     @property
     def fds(self) -> list[int]:
         """Control page first, then the storages."""
         return [self.page.fd, *(storage.fd for storage in self.storages)]
-
-    def join(self, endpoint: str) -> None:
-        """Attach to a lane that has mapped the memory; once more in place of the one before."""
-        self.connections.append(RawConnection(endpoint.removeprefix("ipc://")))
-        assert self.lane.ask(Join(token=self.token)) == Ok()
-
-    @property
-    def lane(self) -> RawConnection:
-        """The last connection."""
-        return self.connections[-1]
 
     def fill(self, seed: int) -> None:
         """Random bytes everywhere."""
@@ -149,16 +123,9 @@ class FakeWorker:
             storage.bytes[:] = 0xEE
 
     def pages(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Bytes of these blocks in all tensors: [tensor, block, page byte], a copy."""
-        return np.stack([self._table(index)[list(blocks)] for index in range(len(self.storages))])
-
-    def _table(self, tensor: int) -> npt.NDArray[np.uint8]:
-        spec = self.layout.tensors[tensor]
-        return self.storages[spec.storage].bytes.reshape(-1, spec.page_bytes)
-
-    def request(self, message: Message) -> int:
-        """Send; the request id."""
-        return self.lane.request(message)
+        """Bytes of these blocks in all tensors of a flat layout: [tensor, block, page byte]."""
+        tables = [storage.bytes.reshape(self.layout.num_blocks, -1) for storage in self.storages]
+        return np.stack([table[list(blocks)] for table in tables])
 
     def job(
         self,
@@ -167,46 +134,29 @@ class FakeWorker:
         blocks: Sequence[int],
         slots: Sequence[int],
         **changes: Any,
-    ) -> int:
-        """Send a job; its request id."""
-        return self.request(make_job(kind, number, blocks, slots, **changes))
+    ) -> None:
+        """Send a job."""
+        self.connection.request(make_job(kind, number, blocks, slots, **changes))
 
-    def run(
-        self,
-        kind: type[Job],
-        number: int,
-        blocks: Sequence[int],
-        slots: Sequence[int],
-        **changes: Any,
-    ) -> JobStatus:
+    def run(self, *job: Any, **changes: Any) -> JobStatus:
         """Send a job and wait for its Done; the status."""
-        self.job(kind, number, blocks, slots, **changes)
-        done = self.done()
-        assert done.job == number
-        return done.status
+        self.job(*job, **changes)
+        return self.done().status
 
-    def reply(self, seconds: float = PATIENCE) -> tuple[Header, Message]:
+    def reply(self) -> Message:
         """The next message from the lane."""
-        return self.lane.receive(seconds)[:2]
-
-    def silent(self, seconds: float = 0.05) -> bool:
-        """Whether nothing arrives for a while."""
-        try:
-            self.lane.receive(seconds)
-        except TimeoutError:
-            return True
-        return False
+        return self.connection.reply()[1]
 
     def done(self) -> Done:
         """The next message, which is a Done."""
-        _, message = self.reply()
+        message = self.reply()
         assert isinstance(message, Done), message
         return message
 
     def close(self) -> None:
         """Let go of everything."""
-        for connection in self.connections:
-            connection.close()
+        if hasattr(self, "connection"):
+            self.connection.close()
         for memory in (self.page, *self.storages):
             memory.close()
 
@@ -218,32 +168,21 @@ def make_job(
     slots: Sequence[int],
     *,
     generation: int = 1,
-    after: int = 0,
-    word: int = EPOCH,
-    epoch: int = 0,
-    progress: int = 0,
-    deadline_ms: int = 20_000,
     group_sizes: Sequence[int] | None = None,
     block_indices: Sequence[int] = (0,),
+    **fields: int,
 ) -> Job:
     """A job; of one group that starts at a chunk's first block if nothing else is said.
 
     Stores share a word of the control page if nothing else is said, and end together by it.
     """
-    own = {"word": word, "epoch": epoch} if issubclass(kind, Store) else {"progress": progress}
-    return kind(
-        job=number,
-        blocks=JobBlocks.of(
-            blocks,
-            group_sizes or [len(blocks)],
-            block_indices,
-            slots,
-            [generation] * len(slots),
-        ),
-        after=after,
-        deadline_ms=deadline_ms,
-        **own,
+    named = (
+        {"after": 0, "deadline_ms": 20_000} | ({"word": EPOCH} if kind is Store else {}) | fields
     )
+    generations = [generation] * len(slots)
+    sizes = group_sizes or [len(blocks)]
+    arrays = JobBlocks.of(blocks, sizes, block_indices, slots, generations)
+    return kind(job=number, blocks=arrays, **named)
 
 
 def token_of(session: int) -> bytes:
@@ -273,16 +212,33 @@ def import_message(
 
 
 def bind_message(
-    session: int, directory: Directory, owner: int = 7, arena_base: int = 0
+    session: int, num_slots: int = SLOTS, *, owner: int = 7, arena_base: int = 0
 ) -> BindWorker:
-    """The order by which a worker's chunks live in this directory's slots."""
+    """The order by which a worker's chunks live in a directory's first slots."""
     return BindWorker(
         session=session,
         namespace=NAMESPACE,
         owner=owner,
         arena_base=arena_base,
-        num_slots=len(directory.records),
+        num_slots=num_slots,
     )
+
+
+def bound_worker(
+    workers: WorkerTable,
+    layout: RankLayout,
+    fds: Sequence[int],
+    directory_fd: int,
+    *,
+    owner: int = 7,
+    num_slots: int = SLOTS,
+    handles: Sequence[Handle] = (),
+) -> LaneWorker:
+    """A worker with this memory, bound to a directory; its engine has the session's number."""
+    worker = workers.import_worker(import_message(layout, handles, session=owner), fds)
+    bind = bind_message(owner, num_slots, owner=owner)
+    worker.binding = Binding.of(bind, [directory_fd], layout, layout.slot_bytes * num_slots)
+    return worker
 
 
 class Lane:
@@ -291,31 +247,22 @@ class Lane:
     Args:
         runtime_dir: for its socket.
         pool_bytes: of a pool of its own.
-        log: where its lines go.
         within: a command that starts it.
-
-    Raises:
-        RuntimeError: it does not start; with what it told the broker, and its exit status.
     """
 
-    def __init__(
-        self,
-        runtime_dir: Path,
-        pool_bytes: int,
-        log: IO[str] | None = None,
-        within: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, runtime_dir: Path, pool_bytes: int, within: Sequence[str] = ()) -> None:
         self.pool = Memory(pool_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.link_number = theirs.fileno()  # in the lane too
         command = [*within, sys.executable, "-m", "kvd.lane", str(self.link_number)]
-        self.process = subprocess.Popen(command, pass_fds=[self.link_number], stderr=log)
+        self.process = subprocess.Popen(command, pass_fds=[self.link_number])
         theirs.close()
         self.link = Channel(ours, b"ROUTER")
+        self.socket = runtime_dir / lane_socket(HOST, 1, bytes(2))
         begin = BeginLane(
             device=HOST,
             incarnation=1,
-            endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1, bytes(2))}",
+            endpoint=f"ipc://{self.socket}",
             pool_bytes=pool_bytes,
             max_queued_jobs=QueueLimits().jobs,
             max_queued_bytes=QueueLimits().nbytes,
@@ -325,35 +272,29 @@ class Lane:
         self.tell(begin, [self.pool.fd, self.pool.fd])  # a host lane pins nothing
         self.workers: list[FakeWorker] = []
         self._seen: list[Message] = []
-        try:
-            self.ready, (self.lifeline,) = self._receive(LaneReady)
-        except RuntimeError:
-            self.link.close()
-            self.pool.close()
-            raise
+        self._fds: list[int] = []
+        self.pid = self.hear(LaneReady).pid
+        (self.lifeline,) = self._fds
 
     def attach(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> FakeWorker:
         """Import and bind a worker, and join it; `close` closes it."""
         self.workers.append(worker)
         assert not self.import_worker(worker).error
         self.bind(worker, directory, arena_base)
-        self.ping()
-        worker.join(self.ready.endpoint)
+        worker.connection = RawConnection(self.socket)
+        assert worker.connection.ask(Join(token=token_of(worker.session))) == Ok()
         return worker
 
     def import_worker(self, worker: FakeWorker, fds: Sequence[int] = ()) -> Imported:
         """Ask for the worker's memory to be mapped; the answer."""
-        message = import_message(
-            worker.layout,
-            session=worker.session,
-        )
-        self.tell(message, fds or worker.fds)
+        self.tell(import_message(worker.layout, session=worker.session), fds or worker.fds)
         return self.hear(Imported)
 
     def bind(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> None:
         """Say where the worker's chunks live."""
-        message = bind_message(worker.session, directory, arena_base=arena_base)
+        message = bind_message(worker.session, len(directory.records), arena_base=arena_base)
         self.tell(message, [directory.memory.fd])
+        self.ping()
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send over the link."""
@@ -361,49 +302,38 @@ class Lane:
 
     def hear(self, kind: type[M]) -> M:
         """The next message of this kind; others are kept for later calls."""
-        for index, message in enumerate(self._seen):
-            if isinstance(message, kind):
-                del self._seen[index]
-                return message
-        return self._receive(kind)[0]
+        while True:
+            for index, message in enumerate(self._seen):
+                if isinstance(message, kind):
+                    del self._seen[index]
+                    return message
+            self._receive()
 
     def heard(self, kind: type[M]) -> list[M]:
         """What has arrived of this kind until now: everything that the lane sent before a ping."""
         self.ping()
-        found = [message for message in self._seen if isinstance(message, kind)]
+        heard = [message for message in self._seen if isinstance(message, kind)]
         self._seen = [message for message in self._seen if not isinstance(message, kind)]
-        return found
+        return heard
 
     def ping(self) -> LanePong:
         """Ask the loop."""
         self.tell(LanePing())
         return self.hear(LanePong)
 
-    def share(self) -> ShareDone:
-        """The next report of a store."""
-        return self.hear(ShareDone)
-
-    def _receive(self, kind: type[M]) -> tuple[M, tuple[int, ...]]:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            received = self.link.receive()
-            if received is None:
-                left = deadline - time.monotonic()
-                if left <= 0 or not select.select([self.link], [], [], left)[0]:
-                    raise TimeoutError(f"no {kind.__name__} from the lane")
-                continue
-            frame, fds = received
-            _, message = LINK.decode(frame)
-            if isinstance(message, kind):
-                return message, fds
-            if failed := message.error if isinstance(message, LaneFailed) else "":
-                raise RuntimeError(f"{failed}; exit status {self.process.wait(PATIENCE)}")
-            close_all(fds)
-            self._seen.append(message)
+    def _receive(self) -> None:
+        end = time.monotonic() + PATIENCE
+        while (received := self.link.receive()) is None:
+            left = max(0.0, end - time.monotonic())
+            assert select.select([self.link], [], [], left)[0], "the lane is silent"
+        _, message = LINK.decode(received[0])
+        assert not isinstance(message, LaneFailed), message
+        self._fds += received[1]
+        self._seen.append(message)
 
     def close(self) -> None:
         """Kill the lane and let go of everything."""
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(PATIENCE)
         self.link.close()
         os.close(self.lifeline)
@@ -414,10 +344,5 @@ class Lane:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,13 +3,13 @@
 import os
 import pwd
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
+from kvd.lane.cuda import driver
 from kvd.lane.cuda.backend import (
     MAX_IN_FLIGHT,
     CudaOptions,
@@ -24,9 +24,8 @@ from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options
-from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, TestDriver
-from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, MakeRig, TestDriver
+from tests.lane.device_contract import DeviceContract, Rig, Run, pattern
 from tests.lane.support import Memory, import_message
 from tests.layouts import flat_layout
 from tests.waiting import eventually
@@ -57,31 +56,27 @@ class TestCudaDevice(DeviceContract):
         self,
         request: pytest.FixtureRequest,
         fake_driver: TestDriver,
-        ipc_workers: CudaWorkers,
-        vmm_workers: CudaWorkers,
-    ) -> Iterator[Rig]:
+        make_rig: MakeRig,
+    ) -> Rig:
         """A backend of its own, with a pool that is registered in many pieces."""
         seed, setting, by_descriptor, chosen = BACKENDS[request.param]
         fake_driver.set(f"seed={seed}")
         fake_driver.set(setting)
         if by_descriptor:  # not every driver says how far virtual memory goes
             fake_driver.set("vmm_ranges=0")
-        made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, chosen)
-        copier, name = made.cuda.copier, request.param
+        rig = make_rig(chosen, ipc=not by_descriptor)
+        copier, name = rig.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
         if isinstance(copier, BatchCopy):
             assert copier.returns_index == (name == "older batches")
             assert copier.overlap == (name != "plain batches")
-        yield made
-        made.close()
+        return rig
 
 
 @pytest.fixture
-def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
+def rig(make_rig: MakeRig) -> CudaRig:
     """A backend with little room."""
-    made = CudaRig(fake_driver, ipc_workers, options(bytes_in_flight=10_000))
-    yield made
-    made.close()
+    return make_rig(options(bytes_in_flight=10_000))
 
 
 @pytest.mark.parametrize(
@@ -95,10 +90,11 @@ def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     ids=["the device", "the allocation", "whole pages", "no device memory"],
 )
 def test_no_more_is_mapped_than_there_is_in(
-    rig: CudaRig, vmm_workers: CudaWorkers, nbytes: int, words: str, undone: int
+    rig: CudaRig, nbytes: int, words: str, undone: int
 ) -> None:
     """A claim about a second segment that is not so: nothing stays mapped or reserved."""
-    source = vmm_workers.make((4096,))
+    rig.ipc = False
+    source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     rig.driver.set("vmm_ranges=0")
@@ -115,11 +111,10 @@ def test_no_more_is_mapped_than_there_is_in(
     )
 
 
-def test_a_worker_cannot_have_its_memory_mapped_again_and_again(
-    rig: CudaRig, vmm_workers: CudaWorkers
-) -> None:
+def test_a_worker_cannot_have_its_memory_mapped_again_and_again(rig: CudaRig) -> None:
     """Segments in another order are another range; there is an end to how many are mapped."""
-    source = vmm_workers.make((4096,))
+    rig.ipc = False
+    source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     first, second = handle.segments
@@ -153,33 +148,39 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
         rig.device.import_memory((HostHandle(0),), (1,), (0,))
 
 
-def test_transfers_in_flight_are_bounded_however_short(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+@pytest.mark.parametrize(("nbytes", "accepted"), [(8, MAX_IN_FLIGHT), (4096, 3)])
+def test_transfers_in_flight_are_bounded_however_short_or_long(
+    rig: CudaRig, nbytes: int, accepted: int
 ) -> None:
-    """Of one direction there are no more than MAX_IN_FLIGHT; the other is open."""
-    rig = CudaRig(fake_driver, ipc_workers, options())
+    """Of one direction there are no more transfers or bytes, and one piece; the other is open."""
     memory, _ = rig.attach(SIZES)
-    fake_driver.set("hold=copies")
-    for number in range(MAX_IN_FLIGHT):
+    rig.driver.set("hold=copies")
+    for number in range(accepted):
         assert rig.device.has_room(Direction.STORE)
-        rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
+        rig.submit(number, memory, Direction.STORE, [(0, 0, number * nbytes, nbytes)])
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
-    rig.close()
+
+
+def test_loads_go_before_stores_on_the_device(rig: CudaRig) -> None:
+    """The streams of loads have the greatest priority that there is, those of stores the least."""
+    least, greatest = driver.priorities()
+    assert greatest < least
+    assert (rig.priority(Direction.STORE), rig.priority(Direction.LOAD)) == (least, greatest)
 
 
 def test_a_device_without_room_for_a_second_process_is_refused(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+    fake_driver: TestDriver, make_rig: MakeRig
 ) -> None:
     """The compute mode is asked for before a context is made, and named with the remedy."""
     before = fake_driver.mark
     for mode, words in ((2, "PROHIBITED"), (3, "EXCLUSIVE_PROCESS: .* the engine or kvd")):
         fake_driver.set(f"compute_mode={mode}")
         with pytest.raises(CudaMissing, match=f"mode is {words}; nvidia-smi -c DEFAULT"):
-            CudaRig(fake_driver, ipc_workers, options())
+            make_rig(options())
     assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
     fake_driver.set("mps=1")
-    CudaRig(fake_driver, ipc_workers, options()).close()
+    make_rig(options())
 
 
 TRANSFERS = 120
@@ -190,14 +191,14 @@ LENGTHS = (100, 2048, 4000)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_and_pool_are_as_a_model_says(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, seed: int
+    fake_driver: TestDriver, make_rig: MakeRig, seed: int
 ) -> None:
     """Whatever the order in which transfers end, each has moved its bytes when it is reported."""
     rng = random.Random(seed)
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
     # 2: both threads enqueue in turn.
-    rig = CudaRig(fake_driver, ipc_workers, options(inline_runs=rng.choice([0, 2, 64])))
+    rig = make_rig(options(inline_runs=rng.choice([0, 2, 64])))
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)
@@ -232,7 +233,6 @@ def test_memory_and_pool_are_as_a_model_says(
                     free_in_pool.add(at // PAGE)
     np.testing.assert_array_equal(rig.get_pool(0, POOL_BYTES), pool)
     np.testing.assert_array_equal(rig.get(source, 0, 0, PAGES * PAGE), device)
-    rig.close()
 
 
 HUGE = 2 * 2**20
@@ -240,54 +240,34 @@ HUGE = 2 * 2**20
 FILE_BYTES, HUGE_POOL_BYTES = 4 * HUGE, 3 * HUGE + 8192
 
 
-@pytest.fixture
-def huge_pool() -> Iterator[Memory]:
-    """A file of four huge pages, none of which is there yet."""
+def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(make_rig: MakeRig) -> None:
+    """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
     try:
         pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
         os.posix_fallocate(pool.fd, 0, FILE_BYTES)
         pool.close()
-        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
+        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)  # none of its pages is there
     except OSError as error:
         pytest.skip(f"four huge pages are not to be had (vm.nr_hugepages): {error}")
-    yield pool
-    if pool.fd >= 0:
-        pool.close()
-
-
-def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, huge_pool: Memory
-) -> None:
-    """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
-    rig = CudaRig(
-        fake_driver,
-        ipc_workers,
-        CudaOptions(registration_bytes=HUGE),
-        pinned=False,
-        pool=huge_pool,
-        pool_bytes=HUGE_POOL_BYTES,
-    )
-    try:
-        rig.device.pin_arena(WHOLE_POOL, 0, HUGE_POOL_BYTES)
-        os.posix_fallocate(huge_pool.fd, HUGE_POOL_BYTES, FILE_BYTES - HUGE_POOL_BYTES)
-        memory, source = rig.attach((65536,))
-        rig.put(source, 0, 0, pattern(65536, 1))
-        fill = FillOrder(HUGE_POOL_BYTES, HUGE)
-        filled = 0
-        for piece in fill.order:
-            assert rig.cuda.usable_bytes == filled
-            begin, end = fill.span(piece)
-            os.posix_fallocate(huge_pool.fd, begin, end - begin)
-            filled += end - begin
-            eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
-        edge = HUGE - 4096
-        rig.submit(1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
-        assert drain(rig.device)[1].error == ""
-        for at in (edge, 3 * HUGE):
-            np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
-    finally:
-        rig.close()
-        huge_pool.fd = -1
+    nbytes = HUGE_POOL_BYTES
+    chosen = CudaOptions(registration_bytes=HUGE)
+    rig = make_rig(chosen, pinned=False, pool=pool, pool_bytes=nbytes)
+    rig.device.pin_arena(WHOLE_POOL, 0, nbytes)
+    os.posix_fallocate(pool.fd, nbytes, FILE_BYTES - nbytes)
+    memory, source = rig.attach((65536,))
+    rig.put(source, 0, 0, pattern(65536, 1))
+    fill = FillOrder(nbytes, HUGE)
+    filled = 0
+    for piece in fill.order:
+        assert rig.cuda.usable_bytes == filled
+        begin, end = fill.span(piece)
+        os.posix_fallocate(pool.fd, begin, end - begin)
+        filled += end - begin
+        eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
+    edge = HUGE - 4096
+    rig.move(memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
+    for at in (edge, 3 * HUGE):
+        np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
 
 
 def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,23 +285,22 @@ def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
         ("2-3,6\n", {0, 1, 2, 6}, [{2, 6}]),
         ("0-7\n", {0, 1}, []),  # one node, or a device without a node
         ("8-9\n", {0, 1}, []),  # which this process may not use
-        (None, {0, 1}, []),
+        ("", {0, 1}, []),
     ],
 )
 def test_a_lane_stays_near_its_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    near: str | None,
+    near: str,
     allowed: set[int],
     bound: list[set[int]],
 ) -> None:
     """On a machine with several nodes the process is bound to the device's processors."""
-    folder = tmp_path / "bus/pci/devices/0000:17:00.0"
-    folder.mkdir(parents=True)
-    if near is not None:
-        (folder / "local_cpulist").write_text(near, "ascii")
-    found: list[set[int]] = []
+    cpus_of_device = tmp_path / "bus/pci/devices/0000:17:00.0/local_cpulist"
+    cpus_of_device.parent.mkdir(parents=True)
+    cpus_of_device.write_text(near, "ascii")
+    calls: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: calls.append(cpus))
     bind_near_device("0000:17:00.0", tmp_path)
-    assert found == bound
+    assert calls == bound

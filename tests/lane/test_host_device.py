@@ -1,8 +1,7 @@
 import mmap
 import os
-import socket
-import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,21 +35,21 @@ class HostRig(Rig):
         starts = [sum(sizes[:index]) + 64 * (index + 1) for index in range(len(sizes))]
         # Descriptor 0 stands for the control page, which is not the device's business.
         handles = tuple(HostHandle(1, start) for start in starts)
-        return Source(handles, (self.pool.fd, file.fd))
+        return Source(handles, (self.pool.fd, file.fd), starts)
 
     def spoil(self, source: Source) -> Source:
         """A place behind the file's end."""
-        return Source((*source.handles[:-1], HostHandle(1, 2**40)), source.descriptors)
+        return replace(source, handles=(*source.handles[:-1], HostHandle(1, 2**40)))
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """By pread."""
-        descriptor, start = _place(source, storage)
-        return np.frombuffer(os.pread(descriptor, nbytes, start + offset), np.uint8)
+        place = source.addresses[storage] + offset
+        return np.frombuffer(os.pread(source.descriptors[1], nbytes, place), np.uint8)
 
     def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """By pwrite."""
-        descriptor, start = _place(source, storage)
-        assert os.pwrite(descriptor, data.tobytes(), start + offset) == len(data)
+        place = source.addresses[storage] + offset
+        assert os.pwrite(source.descriptors[1], data.tobytes(), place) == len(data)
 
     def close(self) -> None:
         """Unmap and close."""
@@ -58,13 +57,6 @@ class HostRig(Rig):
         self.device.close()
         for file in self.files:
             file.close()
-
-
-def _place(source: Source, storage: int) -> tuple[int, int]:
-    """Descriptor and offset of a storage."""
-    handle = source.handles[storage]
-    assert isinstance(handle, HostHandle)
-    return source.descriptors[handle.fd_index], handle.offset
 
 
 @pytest.fixture
@@ -100,38 +92,22 @@ def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     assert (done[1].arrived_bytes, done[2].arrived_bytes, done[2].error) == (0, 100, "")
 
 
-def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:
-    """Mapping more than there is would end in SIGBUS later; it ends in an error now."""
+def test_files_smaller_than_promised_are_refused(host: HostRig) -> None:
+    """Mapping more than the pool has would end in SIGBUS later; an empty file is named."""
     with pytest.raises(PoolError, match="1048576 bytes"):
         HostDevice(host.pool.fd, 2**21)
-
-
-def test_an_empty_descriptor_is_refused(host: HostRig) -> None:
-    """A file of 0 bytes is refused by name instead of by mmap's own words."""
     empty = sealed_file("empty", 0)
     with pytest.raises(ImportFailed, match="0 bytes"):
         host.device.import_memory((HostHandle(0),), (1,), (empty,))
     os.close(empty)
 
 
-def opened(kind: str) -> int:
-    """A descriptor of something that is no memory file."""
-    if kind == "pipe":
-        return os.pipe()[0]
-    if kind == "socket":
-        return socket.socket().detach()
-    if kind == "file":
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
-    return os.open(kind, os.O_RDONLY)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "socket", "file", "/proc/self/maps", "/dev/zero", "/"])
+@pytest.mark.parametrize("path", [__file__, "/proc/self/maps", "/dev/zero", "/"])
 def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
-    host: HostRig, monkeypatch: pytest.MonkeyPatch, kind: str
+    host: HostRig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The kernel alone says what a descriptor is: whoever owns the file system is asked nothing."""
-    foreign, ask = opened(kind), os.fstat
+    foreign, ask = os.open(path, os.O_RDONLY), os.fstat
 
     def fstat(fd: int) -> os.stat_result:
         assert fd != foreign, f"descriptor {fd} is asked for its size"
@@ -150,39 +126,23 @@ PAGE = mmap.PAGESIZE
 SIZE = 5 * 2**20 + PAGE  # of memory whose pages are mapped before a copy needs them
 
 
-def another_mapping(memory: Memory) -> memoryview:
-    """Another mapping of it, as a lane has one."""
-    return memoryview(mmap.mmap(memory.fd, SIZE))
-
-
 def resident(view: memoryview) -> int:
-    """KiB of a mapping that are in the page table."""
+    """Bytes of a mapping that are in the page table."""
     address = f"{np.frombuffer(view, np.uint8).ctypes.data:x}-"
     lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(address))
-    return next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:"))
+    return next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:")) * 1024
 
 
-def test_what_is_there_is_mapped_up_to_the_last_page() -> None:
-    """No copy into a worker's memory has to wait for a page that it has already."""
+def test_the_pages_that_memory_has_are_mapped_and_no_others_allocated() -> None:
+    """No copy waits for a page that a worker's memory has, and none is charged to the lane."""
     memory = Memory(SIZE)
-    memory.bytes[::PAGE] = 1
-    view = another_mapping(memory)
+    memory.bytes[: 3 * 2**20 : PAGE] = memory.bytes[-1] = 1
+    view = memoryview(mmap.mmap(memory.fd, SIZE))  # as a lane has one
     assert resident(view) == 0
     touch = MemoryPretouch([view])
     touch.thread.join(PATIENCE)
     assert not touch.thread.is_alive()
-    assert resident(view) == SIZE // 1024
+    assert resident(view) == os.fstat(memory.fd).st_blocks * 512 == 3 * 2**20 + PAGE
     touch.stop()
-    memory.close()
-
-
-def test_what_is_not_there_is_not_allocated() -> None:
-    """Pages that a worker has not used stay free, and are not charged to the lane."""
-    memory = Memory(SIZE)
-    memory.bytes[3 * PAGE] = 1
-    touch = MemoryPretouch([another_mapping(memory)])
-    touch.thread.join(PATIENCE)
-    assert not touch.thread.is_alive()
-    assert os.fstat(memory.fd).st_blocks * 512 == PAGE
     memory.close()

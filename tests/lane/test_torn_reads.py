@@ -19,16 +19,14 @@ from kvd.lane.device import Direction
 from kvd.lane.host_device import HostDevice
 from kvd.lane.jobs import LaneJob
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, LaneWorker, WorkerTable
-from kvd.wire.link import BindWorker
+from kvd.lane.workers import LaneWorker, WorkerTable
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import JobStatus, Load, Store
 from tests.cache.tables import add
 from tests.lane.support import (
-    NAMESPACE,
     FakeWorker,
     Memory,
-    import_message,
+    bound_worker,
     make_job,
 )
 from tests.layouts import flat_layout
@@ -100,12 +98,8 @@ class TornReadsMachine(RuleBasedStateMachine):
 
     def _worker(self, owner: int) -> LaneWorker:
         source = self.sources[owner] = FakeWorker(LAYOUT, session=owner)
-        worker = self.workers.import_worker(import_message(LAYOUT, session=owner), source.fds)
-        bind = BindWorker(
-            session=owner, namespace=NAMESPACE, owner=owner, arena_base=0, num_slots=CHUNKS
-        )
-        worker.binding = Binding.of(bind, [self.memories[0].fd], LAYOUT, POOL_BYTES)
-        return worker
+        fds, directory = source.fds, self.memories[0].fd
+        return bound_worker(self.workers, LAYOUT, fds, directory, owner=owner, num_slots=CHUNKS)
 
     def _lend(self) -> None:
         slots, generations = self.table.lending.lend(STORING, CHUNKS - 1, 1, self.now / 1e9)
@@ -199,8 +193,6 @@ class TornReadsMachine(RuleBasedStateMachine):
     @invariant()
     def chunks_are_whole(self) -> None:
         """The tables agree, and READY chunks hold the bytes that were stored as theirs."""
-        if not hasattr(self, "free"):
-            return
         self.table.check_integrity()
         self.runner.check_integrity()
         size = LAYOUT.slot_bytes
