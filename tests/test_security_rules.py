@@ -54,7 +54,8 @@ a worker sends no jobs as another: test_malformed_and_foreign_requests_get_their
 a forged job moves nothing: test_a_forged_job_moves_nothing
 leases and stores belong to an engine: test_leases_and_stores_of_another_engine_cannot_be_ended
 blocks, sizes and slots are in range: test_a_job_that_does_not_fit_the_layout_is_refused
-    test_a_run_outside_its_storage_or_the_arena_is_refused test_a_block_behind_its_storage_is_refused
+    test_a_run_outside_its_storage_or_the_arena_is_refused
+    test_a_block_behind_its_storage_is_refused
 sizes are checked against file and allocation: test_memory_that_is_not_as_described_is_refused
     test_the_backend_keeps_the_rule test_no_more_is_mapped_than_there_is_in
 mapped memory cannot shrink: test_memory_that_could_be_shortened_is_refused
