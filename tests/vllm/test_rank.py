@@ -1,6 +1,5 @@
 """A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,16 +30,23 @@ OPTIONS = VllmOptions(load_timeout=3.0, preemption_timeout=2.0)
 
 @dataclass
 class FakeWorker:
-    """A `Worker` whose lane is the test."""
+    """A `Worker` whose lane is the test.
+
+    Attributes:
+        submitted: kind, number, block ids, indices and slots of each job.
+        afters: what each job is to wait for.
+        ended: results that the next `get_finished` returns.
+        refusal: why jobs are refused; "cuda": the device is lost.
+    """
 
     submitted: list[tuple[str, int, list[int], list[int], list[int]]] = field(default_factory=list)
+    afters: list[int | None] = field(default_factory=list)
     ended: list[JobResult] = field(default_factory=list)
     waits: list[tuple[set[int], float]] = field(default_factory=list)
     cancels: list[list[int]] = field(default_factory=list)
     refusal: str = ""
     has_lane: bool = True
     device: str = "host"
-    afters: list[int | None] = field(default_factory=list)
 
     @property
     def timeline(self) -> "FakeWorker":
@@ -76,10 +82,9 @@ class FakeWorker:
         ended, self.ended = self.ended, []
         return ended
 
-    def wait(self, job_ids: Collection[int], timeout: float) -> frozenset[int]:
+    def wait(self, job_ids: Collection[int], timeout: float) -> None:
         """See Worker."""
         self.waits.append((set(job_ids), timeout))
-        return frozenset()
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """See Worker."""
@@ -195,26 +200,21 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
     rank: KvdOffloadingWorker, lane: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many jobs fail for it, in however many steps; stores and loads have a line each."""
+    lines = [f"kvd: a {kind} failed and is a cache miss: lost" for kind in ("store", "load")]
     lane.has_lane = False
-    number = itertools.count(1)
-    for _ in range(3):
-        for _ in range(2):
-            rank.submit_store(next(number), blocks(), chunks(2))
-        rank.submit_load(next(number), chunks(2), blocks())
+    for number in range(0, 9, 3):
+        rank.submit_store(number, blocks(), chunks(2))
+        rank.submit_store(number + 1, blocks(), chunks(2))
+        rank.submit_load(number + 2, chunks(2), blocks())
         assert set(outcomes(rank).values()) == {False}
-    assert [record.message for record in caplog.records] == [
-        "kvd: a store failed and is a cache miss: lost",
-        "kvd: a load failed and is a cache miss: lost",
-    ]
+    assert [record.message for record in caplog.records] == lines
     caplog.clear()
     lane.has_lane = True
-    for success in (True, False, False):
-        rank.submit_load(next(number), chunks(2), blocks())
-        lane.end(lane.submitted[-1][1], success=success)
-        outcomes(rank)
-    assert [record.message for record in caplog.records] == [
-        "kvd: a load failed and is a cache miss: lost"
-    ]
+    for number, success in ((10, True), (11, False), (12, False)):
+        rank.submit_load(number, chunks(2), blocks())
+        lane.end(number, success=success)
+        assert outcomes(rank) == {number: success}
+    assert [record.message for record in caplog.records] == lines[1:]
 
 
 def test_a_late_load_is_stopped_once_and_reported_when_it_has_ended(
@@ -281,20 +281,17 @@ def test_stores_with_holes_are_not_done(
     """
     factor, groups, starts = tables
     sizes, indices, whole = [], [], True
-    for group, start in zip(groups, starts, strict=True):
-        there = [block for chunk in group for block in chunk]
-        held = [position for position, block in enumerate(there) if block]
-        sizes.append(len(held))
-        indices.append(start * factor + held[0] if held else 0)
-        if there:
-            whole &= bool(held) and held[0] < factor and all(there[held[0] :])
+    for chunks_of_group, start in zip(groups, starts, strict=True):
+        is_there = [block for chunk in chunks_of_group for block in chunk]
+        positions = [position for position, present in enumerate(is_there) if present]
+        sizes.append(len(positions))
+        indices.append(start * factor + positions[0] if positions else 0)
+        if is_there:
+            whole &= bool(positions) and positions[0] < factor and all(is_there[positions[0] :])
     lane = FakeWorker()
     rank = offloading(lane, tuple(range(0, 2 * len(groups), 2)), factor)
-    rank.submit_store(
-        1,
-        GPULoadStoreSpec(list(range(1, sum(sizes) + 1)), sizes, indices),
-        chunks(*map(len, groups)),
-    )
+    listed = GPULoadStoreSpec(list(range(1, sum(sizes) + 1)), sizes, indices)
+    rank.submit_store(1, listed, chunks(*map(len, groups)))
     assert bool(lane.submitted) is whole
     assert outcomes(rank) == ({} if whole else {1: False})
 
