@@ -146,3 +146,22 @@ def whole(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Every byte of the KV cache, in place."""
     storage = next(iter(views.values())).untyped_storage()
     return torch.empty(0, dtype=torch.int8).set_(storage)
+
+
+def rows(view: torch.Tensor, block: int, num_blocks: int) -> torch.Tensor:
+    """A layer's page of one block, as vLLM's view has it: all its kernel blocks."""
+    count = view.shape[0] // num_blocks
+    return view[block * count : (block + 1) * count]
+
+
+def pages(
+    views: Mapping[str, torch.Tensor], layers: list[str], blocks: list[int], num_blocks: int
+) -> list[torch.Tensor]:
+    """What attention finds in these blocks, layer by layer, as bytes: a number may be none."""
+    return [
+        rows(views[layer], block, num_blocks)
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        for layer in layers
+        for block in blocks
+    ]

@@ -37,8 +37,7 @@ from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
 from tests.fakecuda.harness import functions_named
-from tests.vllm.configs import BLOCKS, WholeChunks, allocated, configured, whole
-from tests.vllm.moving import pages
+from tests.vllm.configs import BLOCKS, WholeChunks, allocated, configured, pages, whole
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 FACTOR = 2
