@@ -7,6 +7,7 @@ import pytest
 
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
+from tests.engine_answers import TEST_SECONDS
 from tests.routers.fleet import (
     MODEL,
     NOT_STORED,
@@ -22,7 +23,6 @@ from tests.routers.indexer import NOTHING, DynamoIndexer
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     BLOCK,
-    TEST_SECONDS,
     chunks_of,
     prompts,
     wait_served,
