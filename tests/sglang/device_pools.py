@@ -12,10 +12,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from torch import Tensor
 
+from kvd_client import Scheduler
 from kvd_client.sglang.linker import KvdLinker
 from tests.waiting import eventually
 
 PAGE, TOKENS, STATES = 16, 512, 8
+HEADS: dict[str, Any] = {"head_num": 2, "head_dim": 32}
+LATENTS: dict[str, Any] = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
+ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 NODE = 8  # pages of the node that is stored
 KEYS = [f"{number:064x}" for number in range(1, 40)]
 FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
@@ -72,14 +76,7 @@ def dense() -> Kind:
 def keys_and_values(layers: int) -> memory_pool.MHATokenToKVPool:
     """SGLang's pool for ordinary attention."""
     return memory_pool.MHATokenToKVPool(
-        TOKENS,
-        PAGE,
-        torch.bfloat16,
-        head_num=2,
-        head_dim=32,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
+        TOKENS, PAGE, torch.bfloat16, layer_num=layers, **HEADS, **ON_CPU
     )
 
 
@@ -105,14 +102,7 @@ def mla() -> Kind:
 def latents(layers: int) -> memory_pool.MLATokenToKVPool:
     """SGLang's pool for MLA."""
     return memory_pool.MLATokenToKVPool(
-        TOKENS,
-        PAGE,
-        torch.bfloat16,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
+        TOKENS, PAGE, torch.bfloat16, layer_num=layers, **LATENTS, **ON_CPU
     )
 
 
@@ -123,11 +113,10 @@ def window() -> Kind:
         TOKENS,
         PAGE,
         torch.bfloat16,
-        head_num=2,
-        head_dim=32,
         swa_attention_layer_ids=[0, 1, 3],
         full_attention_layer_ids=[2],
         device="cpu",
+        **HEADS,
     )
     full, windowed = cache.full_kv_pool, cache.swa_kv_pool
     side = Side([*windowed.k_buffer, *windowed.v_buffer], PAGE, [11, 12, 13], [21, 20])
@@ -141,12 +130,12 @@ def window() -> Kind:
 
 def states_and_mla() -> Kind:
     """MLA in one layer, a state for each request in two (as Kimi Linear)."""
-    return _states(use_mla=True, head_num=1, head_dim=80, kv_lora_rank=64, qk_rope_head_dim=16)
+    return _states(use_mla=True, head_num=1, head_dim=80, **LATENTS)
 
 
 def states() -> Kind:
     """Keys and values in one layer, a state for each request in two (as Falcon H1)."""
-    return _states(use_mla=False, head_num=2, head_dim=32)
+    return _states(use_mla=False, **HEADS)
 
 
 def _states(**attention: Any) -> Kind:
@@ -157,8 +146,7 @@ def _states(**attention: Any) -> Kind:
         mamba_size=STATES,
         mamba_spec_state_size=STATES,
         max_context_len=TOKENS,
-        device="cpu",
-        enable_memory_saver=False,
+        **ON_CPU,
         cache_params=KimiLinearCacheParams(shape=shape, layers=[0, 2]),
         mamba_layer_ids=[0, 2],
         enable_mamba_extra_buffer=False,
@@ -173,8 +161,8 @@ def _states(**attention: Any) -> Kind:
         **attention,
     )
     full = cache.full_kv_pool
-    held = requests.mamba_pool.mamba_cache
-    buffers = [part[layer] for part in (held.temporal, *held.conv) for layer in range(2)]
+    cached = requests.mamba_pool.mamba_cache
+    buffers = [part[layer] for part in (cached.temporal, *cached.conv) for layer in range(2)]
     return Kind(
         cache,
         {ComponentType.FULL, ComponentType.MAMBA},
@@ -245,12 +233,13 @@ def parameters(kind: Kind, page_size: int = PAGE) -> SimpleNamespace:
 
 
 def make_linker(kind: Kind, **options: Any) -> KvdLinker:
-    """A linker of one rank, with a daemon."""
-    linker = KvdLinker(
-        ARGUMENTS, parameters(kind), components=kind.components, extra_config=options
-    )
-    eventually(lambda: all(cache.scheduler.attached for cache in linker._caches.values()))
-    return linker
+    """A linker of one rank."""
+    return KvdLinker(ARGUMENTS, parameters(kind), components=kind.components, extra_config=options)
+
+
+def scheduler_of(linker: KvdLinker) -> Scheduler:
+    """The session with the daemon, of a model without drafts."""
+    return next(iter(linker._caches.values())).scheduler
 
 
 def store(linker: KvdLinker, transfers: list[PoolTransfer]) -> bool:

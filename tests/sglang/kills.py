@@ -29,7 +29,8 @@ from kvd_tools.errors import DemoError, RequestAborted
 from kvd_tools.models import LLAMA, write_model
 from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon, started_daemons
-from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
+from tests.engine_answers import TOLERANCE, ask_all, far_apart
+from tests.sglang.support import prompts, with_kvd
 from tests.waiting import PATIENCE, eventually
 
 # Little to compute with and much to load, so that the daemon is often killed while it loads.

@@ -25,9 +25,13 @@ PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole
 CACHED_TOKENS = 384
 MAX_MODEL_LEN = 1024
 SHORT = list(range(2, 10))  # with its answer less than a block
-prompts = partial(random_prompts, tokens=PROMPT_TOKENS)
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
+
+
+def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    return random_prompts(count, seed, tokens=tokens)
 
 
 @dataclass(frozen=True)
