@@ -28,17 +28,12 @@ FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
 
 @dataclass
 class Side:
-    """What the tree says of the pool beside the KV's: which pages of a node it has.
+    """What the tree says of the pool beside the KV's: which pages of a node it has."""
 
-    buffers: the pool's, rows first.
-    rows: of a page.
-    stored, loaded: pages of the node's last keys, as many as are stored and loaded.
-    """
-
-    buffers: list[Tensor]
-    rows: int
-    stored: list[int]
-    loaded: list[int]
+    buffers: list[Tensor]  # of the pool, rows first
+    rows: int  # of a page
+    stored: list[int]  # pages of the node's last keys, as many as are stored
+    loaded: list[int]  # and as many as are loaded
 
     def transfer(self, name: PoolName, keys: list[str], pages: list[int]) -> PoolTransfer:
         """As the tree makes it."""
@@ -49,22 +44,15 @@ class Side:
 
 @dataclass
 class Kind:
-    """One kind of model.
+    """One kind of model."""
 
-    cache: its KV cache, as SGLang has it.
-    kv: the buffers of its full attention, and of its drafts.
-    sides: its other pools.
-    requests: SGLang's pool of requests, of those that have states.
-    sidecar, mtp: the pools of its drafts: a model of their own, or layers of the model itself.
-    """
-
-    cache: Any
+    cache: Any  # as SGLang has it
     components: set[ComponentType]
-    kv: list[Tensor]
-    sides: dict[PoolName, Side] = field(default_factory=dict)
-    requests: Any = None
-    sidecar: tuple[Any, ...] = ()
-    mtp: tuple[Any, ...] = ()
+    kv: list[Tensor]  # the buffers of its full attention, and of its drafts
+    sides: dict[PoolName, Side] = field(default_factory=dict)  # its other pools
+    requests: Any = None  # SGLang's pool of requests, of those that have states
+    sidecar: tuple[Any, ...] = ()  # the pools of a draft model
+    mtp: tuple[Any, ...] = ()  # the pools of layers of the model itself that draft
 
 
 def dense() -> Kind:

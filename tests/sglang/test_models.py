@@ -55,42 +55,28 @@ STATES = (
     *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
     *("--max-mamba-cache-size", "24", "--max-running-requests", "4"),
 )
+WIDE = {"norm": 2.0}
 # A state that remembers hundreds of tokens.
-SLOW = {"A_log": -4.0, "dt_bias": -1.0, "mamba.D": 0.0}
+SLOW = {"vectors": {"A_log": -4.0, "dt_bias": -1.0, "mamba.D": 0.0}}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of model.
-
-    config: of the model.
-    args: of its engine.
-    page_size, chunked_prefill: tokens.
-    pools: of its cache, each with chunks of its own.
-    chunks: that are stored of a prompt, at least.
-    cached: tokens of a whole prompt that can be found again, at least.
-    norm, vectors: of its weights; see `write_model`.
-    """
+    """One kind of model."""
 
     config: dict[str, Any]
-    args: Sequence[str]
-    page_size: int
-    chunked_prefill: int
-    pools: int
-    chunks: int
-    cached: int
-    norm: float = 1.0
-    vectors: Mapping[str, float] = field(default_factory=dict)
+    args: Sequence[str]  # of its engine
+    page_size: int  # tokens
+    chunked_prefill: int  # tokens
+    pools: int  # of its cache, each with chunks of its own
+    chunks: int  # that are stored of a prompt, at least
+    cached: int  # tokens of a whole prompt that can be found again, at least
+    weights: Mapping[str, Any] = field(default_factory=dict)  # see `write_model`
 
     def options(self, models: Path) -> SglangServerOptions:
         """Its engine, without an external cache."""
         return SglangServerOptions(
-            write_model(
-                models / self.config["model_type"],
-                self.config,
-                norm=self.norm,
-                vectors=self.vectors,
-            ),
+            write_model(models / self.config["model_type"], self.config, **self.weights),
             max_tokens=DEVICE_TOKENS,
             page_size=self.page_size,
             chunked_prefill=self.chunked_prefill,
@@ -102,23 +88,20 @@ class Kind:
 KINDS = {
     "mla": Kind(MLA, TRITON, 16, 8192, pools=1, chunks=5, cached=288),
     "window": Kind(LAGUNA, TRITON, 16, 8192, pools=2, chunks=7, cached=288),
-    "states": Kind(FALCON_H1, STATES, 1, 128, pools=2, chunks=8, cached=256, vectors=SLOW),
-    "convolutions": Kind(LFM2, STATES, 1, 128, pools=2, chunks=8, cached=256, norm=2.0),
+    "states": Kind(FALCON_H1, STATES, 1, 128, pools=2, chunks=8, cached=256, weights=SLOW),
+    "convolutions": Kind(
+        LFM2, STATES, 1, 128, pools=2, chunks=8, cached=256, weights={"norm": 2.0}
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Plain:
-    """An engine without an external cache, and its answers.
-
-    options: of the engine.
-    cold: answers to the prompts.
-    again: answers to what is asked again, with the prompts in its own cache.
-    """
+    """An engine without an external cache, and its answers."""
 
     options: SglangServerOptions
     cold: list[Completion]
-    again: list[Completion]
+    again: list[Completion]  # to what is asked again, with the prompts in its own cache
 
 
 # A cache with pages and one with states are asked every time; the slower ones at night.

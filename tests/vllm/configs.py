@@ -12,21 +12,26 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvd_client import RankLayout
 from kvd_client.vllm.chunks import BlockRanges
+from kvd_client.vllm.layout import share_caches
+from kvd_proto.layout import validate_layout
 from kvd_tools.models import LLAMA
 
 BLOCK = 16  # tokens
@@ -57,21 +62,27 @@ def engine_config(
     folder: Path,
     extra: dict[str, Any] | None = None,
     *,
+    model: Mapping[str, Any] = LLAMA,
+    tensor_parallel: int = 1,
+    block_size: int = BLOCK,
     failure_policy: str = "recompute",
     hash_algorithm: str = "sha256",
-    layout: str = "LBHNC",
+    layout: str | None = "LBHNC",
     events: bool = False,
 ) -> VllmConfig:
     """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json.
 
     With `events` it publishes KV events, which go nowhere.
     """
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)
+    (folder / "config.json").write_text(json.dumps(model))
+    cache_config = CacheConfig(block_size=block_size, prefix_caching_hash_algo=hash_algorithm)
     cache_config.kv_cache_layout = layout  # as the engine's core does when it starts
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True),
         cache_config=cache_config,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tensor_parallel, distributed_executor_backend="mp"
+        ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KvdConnector",
             kv_connector_module_path="kvd_client.vllm",
@@ -116,19 +127,37 @@ def latent(layers: Sequence[str]) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(list(layers), spec)
 
 
+Engine = tuple[VllmConfig, KVCacheConfig, OffloadingConfig]
+"""What a connector gets: the engine's configuration, its KV cache as it is placed, and both."""
+
+
 def configured(
     folder: Path, *groups: KVCacheGroupSpec, blocks: int = BLOCKS, **engine: Any
-) -> tuple[VllmConfig, KVCacheConfig, OffloadingConfig]:
-    """What vLLM makes for a connector: `engine_config`, its KV cache as it is placed, and both.
+) -> Engine:
+    """What vLLM makes of `engine_config` and these groups, by default one of two layers."""
+    return placed(engine_config(folder, **engine), groups or [full(["a", "b"])], blocks)
 
-    The cache has these groups (by default one of two layers) and so many blocks.
-    """
-    vllm_config = engine_config(folder, **engine)
-    vllm_config.cache_config.num_gpu_blocks_override = blocks
-    kv_cache_config = get_kv_cache_config_from_groups(
-        vllm_config, list(groups) or [full(["a", "b"])], available_memory=0
-    )
-    return vllm_config, kv_cache_config, build_offloading_config(vllm_config, kv_cache_config)
+
+def placed(
+    config: VllmConfig,
+    specs: dict[str, KVCacheSpec] | Sequence[KVCacheGroupSpec],
+    blocks: int = BLOCKS,
+) -> Engine:
+    """What vLLM makes of these layers' specs, or groups of them."""
+    config.cache_config.num_gpu_blocks_override = blocks
+    groups = get_kv_cache_groups(config, specs) if isinstance(specs, dict) else [*specs]
+    cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
+    return config, cache, build_offloading_config(config, cache)
+
+
+def registered(
+    views: Mapping[str, torch.Tensor], config: OffloadingConfig, cache: KVCacheConfig
+) -> RankLayout:
+    """What a rank registers; a daemon would take it."""
+    shared, layout = share_caches(views, config, cache)
+    shared.close()
+    validate_layout(layout)
+    return layout
 
 
 def allocated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:

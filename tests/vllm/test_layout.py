@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client import RankLayout, TensorRef, UnsupportedMemory
-from kvd_client.vllm.layout import share_caches
 from kvd_proto.expand import Expander
 from kvd_proto.jobs import JobBlocks, chunks_per_group
-from kvd_proto.layout import validate_layout
 from tests.vllm import configs
-from tests.vllm.configs import PAGE, allocated, configured, latent, pages, rows, whole
+from tests.vllm.configs import (
+    PAGE,
+    allocated,
+    configured,
+    latent,
+    pages,
+    placed,
+    registered,
+    rows,
+    whole,
+)
 from tests.vllm.kv_models import ATTENTION, BLOCKS, MODELS, OUTERMOST, made
 
 SOURCE, TARGET = [9, 10, 3, 4, 5], [2, 6, 7, 8, 12]  # neighbours and not, no block twice
@@ -77,14 +83,6 @@ def owned(
                     begin = block * tensor.block_stride
                     slots[begin : begin + tensor.block_stride] = True
     return used, slots | used
-
-
-def registered(views: Views, config: OffloadingConfig, cache: KVCacheConfig) -> RankLayout:
-    """What a rank registers; a daemon would take it."""
-    shared, layout = share_caches(views, config, cache)
-    shared.close()
-    validate_layout(layout)
-    return layout
 
 
 def layout_of(folder: Path, model: str, layout: str, **sizes: int) -> RankLayout:
@@ -189,15 +187,14 @@ def test_equal_sums_of_other_layers_are_other_contents(tmp_path: Path) -> None:
     """Which layers of a block have the larger pages is told apart, though it is one fragment."""
     layouts = []
     for larger in (0, 3):
-        vllm_config, _, config = made(tmp_path, "dense", "BLHNC")
+        vllm_config, *_ = made(tmp_path, "dense", "BLHNC")
         specs: dict[str, KVCacheSpec] = {
             f"layers.{at}": FullAttentionSpec(
                 block_size=16, **ATTENTION | {"num_kv_heads": 8 if at == larger else 4}
             )
             for at in range(4)
         }
-        groups = get_kv_cache_groups(vllm_config, specs)
-        cache = get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
+        _, cache, config = placed(vllm_config, specs)
         layouts.append(registered(allocated(vllm_config, cache), config, cache))
     first, second = layouts
     assert (first.pages, first.kinds) == (second.pages, second.kinds)

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
     TransferStats,
 )
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
 from kvd_client.vllm import KvdOffloadingWorker, VllmOptions
@@ -131,28 +131,6 @@ def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
     ended = rank.get_finished()
     assert len({result.job_id for result in ended}) == len(ended)
     return {result.job_id: result.success for result in ended}
-
-
-def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
-    """Arrays reach the worker as they are; bytes and seconds come back with a success.
-
-    On the CPU nothing is still running: no number of the timeline is waited for.
-    """
-    assert rank.submit_store(1, blocks(7, 1), chunks(2))
-    assert rank.submit_load(2, chunks(2), blocks(8, 4, first=20))
-    assert lane.submitted == [
-        ("store", 1, [1, 2, 3, 4, 5, 6, 7], [1], [0, 1]),
-        ("load", 2, [20, 21, 22, 23, 24, 25, 26, 27], [4], [0, 1]),
-    ]
-    assert lane.afters == [None, None]
-    assert not rank.get_finished()
-    lane.end(2)
-    lane.end(1, success=False)
-    assert rank.get_finished() == [
-        TransferResult(2, success=True, transfer_size=4096, transfer_time=0.5),
-        TransferResult(1, success=False),
-    ]
-    assert not rank.get_finished()
 
 
 def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
@@ -299,12 +277,17 @@ def test_stores_with_holes_are_not_done(
 # -------------------------------------------------------- what ranks report
 
 
+def half_of(*, replicated: bool = False) -> KvdConnectorWorker:
+    """A connector's half, in the second rank where all ranks hold the same."""
+    config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=int(replicated)))
+    spec: Any = SimpleNamespace(replicated_layout=replicated, config=config)
+    return KvdConnectorWorker(spec, None, None)
+
+
 @pytest.fixture
 def half(rank: KvdOffloadingWorker) -> KvdConnectorWorker:
     """A connector's half with two loads and two stores under way."""
-    config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0))
-    spec: Any = SimpleNamespace(replicated_layout=False, config=config)
-    half = KvdConnectorWorker(spec, None, None)
+    half = half_of()
     half.worker = rank
     loads = {n: TransferJob(f"request-{n}", chunks(2), blocks(first=n * 10)) for n in (1, 2)}
     stores = {n: TransferJob(f"request-{n}", blocks(first=n * 10), chunks(2)) for n in (3, 4)}
@@ -331,3 +314,13 @@ def test_failed_jobs_are_reported(half: KvdConnectorWorker, lane: FakeWorker) ->
     )
     assert not half.get_transfer_results().finished_recving
     assert half.build_connector_worker_meta() is None
+
+
+def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
+    """Where all ranks hold the same, vLLM enters them into the report that kvd gives it."""
+    half = half_of(replicated=True)
+    job = TransferJob("request", blocks(), chunks(2))
+    half.prepare_store_kv(OffloadingConnectorMetadata({}, {5: job}))
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    assert report.completed_jobs == {5: 1}
