@@ -27,19 +27,19 @@ FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
 
 
 @dataclass
-class Side:
-    """What the tree says of the pool beside the KV's: which pages of a node it has."""
+class Pool:
+    """One pool of a model's cache, and which pages of a node the tree has there."""
 
-    buffers: list[Tensor]  # of the pool, rows first
-    rows: int  # of a page
-    stored: list[int]  # pages of the node's last keys, as many as are stored
-    loaded: list[int]  # and as many as are loaded
+    name: PoolName
+    buffers: list[Tensor]  # rows first
+    rows: int = PAGE  # of a page
+    stored: list[int] = field(default_factory=lambda: FROM)  # pages of the node's last keys
+    loaded: list[int] = field(default_factory=lambda: TO)  # into which as many are loaded
 
-    def transfer(self, name: PoolName, keys: list[str], pages: list[int]) -> PoolTransfer:
+    def transfer(self, keys: list[str], pages: list[int]) -> PoolTransfer:
         """As the tree makes it."""
-        return PoolTransfer(
-            name, device_indices=indices(pages, self.rows), keys=keys[-len(pages) :]
-        )
+        device_indices = indices(pages, self.rows)
+        return PoolTransfer(self.name, device_indices=device_indices, keys=keys[-len(pages) :])
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Kind:
 
     cache: Any  # as SGLang has it
     components: set[ComponentType]
-    kv: list[Tensor]  # the buffers of its full attention, and of its drafts
-    sides: dict[PoolName, Side] = field(default_factory=dict)  # its other pools
+    pools: list[Pool]  # first that of its full attention, with the buffers of its drafts
     requests: Any = None  # SGLang's pool of requests, of those that have states
     sidecar: tuple[Any, ...] = ()  # the pools of a draft model
     mtp: tuple[Any, ...] = ()  # the pools of layers of the model itself that draft
 
-
-def dense() -> Kind:
-    """Keys and values of two layers."""
-    cache = keys_and_values(2)
-    return Kind(cache, {ComponentType.FULL}, [*cache.k_buffer, *cache.v_buffer])
+    def fill(self, seed: int) -> None:
+        """Other bytes in every row."""
+        generator = torch.Generator().manual_seed(seed)
+        for pool in self.pools:
+            for buffer in pool.buffers:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def keys_and_values(layers: int) -> memory_pool.MHATokenToKVPool:
@@ -68,30 +68,37 @@ def keys_and_values(layers: int) -> memory_pool.MHATokenToKVPool:
     )
 
 
-def mla_with_eagle() -> Kind:
-    """MLA, and a draft model with keys and values in one layer (as EAGLE's for DeepSeek)."""
-    kind, draft = mla(), keys_and_values(1)
-    return replace(kind, kv=[*kind.kv, *draft.k_buffer, *draft.v_buffer], sidecar=(draft,))
+def kv_pool(*caches: Any) -> Pool:
+    """The pool of full attention that consists of these."""
+    buffers = [b for cache in caches for b in (*cache.k_buffer, *cache.v_buffer)]
+    return Pool(PoolName.KV, buffers)
+
+
+def dense() -> Kind:
+    """Keys and values of two layers."""
+    cache = keys_and_values(2)
+    return Kind(cache, {ComponentType.FULL}, [kv_pool(cache)])
 
 
 def dense_with_mtp() -> Kind:
     """Keys and values, and two layers of the model that draft, each with a pool (as MiMo)."""
-    kind, drafts = dense(), (keys_and_values(1), keys_and_values(1))
-    buffers = [buffer for draft in drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
-    return replace(kind, kv=[*kind.kv, *buffers], mtp=drafts)
+    cache, drafts = keys_and_values(2), (keys_and_values(1), keys_and_values(1))
+    return Kind(cache, {ComponentType.FULL}, [kv_pool(cache, *drafts)], mtp=drafts)
 
 
 def mla() -> Kind:
     """One latent vector for each token and layer."""
-    cache = latents(3)
-    return Kind(cache, {ComponentType.FULL}, cache.kv_buffer)
-
-
-def latents(layers: int) -> memory_pool.MLATokenToKVPool:
-    """SGLang's pool for MLA."""
-    return memory_pool.MLATokenToKVPool(
-        TOKENS, PAGE, torch.bfloat16, layer_num=layers, **LATENTS, **ON_CPU
+    cache = memory_pool.MLATokenToKVPool(
+        TOKENS, PAGE, torch.bfloat16, layer_num=3, **LATENTS, **ON_CPU
     )
+    return Kind(cache, {ComponentType.FULL}, [Pool(PoolName.KV, cache.kv_buffer)])
+
+
+def mla_with_eagle() -> Kind:
+    """MLA, and a draft model with keys and values in one layer (as EAGLE's for DeepSeek)."""
+    kind, draft = mla(), keys_and_values(1)
+    buffers = [*kind.cache.kv_buffer, *draft.k_buffer, *draft.v_buffer]
+    return replace(kind, pools=[Pool(PoolName.KV, buffers)], sidecar=(draft,))
 
 
 def window() -> Kind:
@@ -106,14 +113,11 @@ def window() -> Kind:
         device="cpu",
         **HEADS,
     )
-    full, windowed = cache.full_kv_pool, cache.swa_kv_pool
-    side = Side([*windowed.k_buffer, *windowed.v_buffer], PAGE, [11, 12, 13], [21, 20])
-    return Kind(
-        cache,
-        {ComponentType.FULL, ComponentType.SWA},
-        [*full.k_buffer, *full.v_buffer],
-        {PoolName.SWA: side},
+    windowed = replace(
+        kv_pool(cache.swa_kv_pool), name=PoolName.SWA, stored=[11, 12, 13], loaded=[21, 20]
     )
+    components = {ComponentType.FULL, ComponentType.SWA}
+    return Kind(cache, components, [kv_pool(cache.full_kv_pool), windowed])
 
 
 def states_and_mla() -> Kind:
@@ -148,14 +152,15 @@ def _states(**attention: Any) -> Kind:
         mamba_pool=requests.mamba_pool,
         **attention,
     )
-    full = cache.full_kv_pool
-    cached = requests.mamba_pool.mamba_cache
+    full, cached = cache.full_kv_pool, requests.mamba_pool.mamba_cache
     buffers = [part[layer] for part in (cached.temporal, *cached.conv) for layer in range(2)]
     return Kind(
         cache,
         {ComponentType.FULL, ComponentType.MAMBA},
-        full.kv_buffer if attention["use_mla"] else [*full.k_buffer, *full.v_buffer],
-        {PoolName.MAMBA: Side(buffers, 1, [2], [5])},
+        [
+            Pool(PoolName.KV, full.kv_buffer) if attention["use_mla"] else kv_pool(full),
+            Pool(PoolName.MAMBA, buffers, rows=1, stored=[2], loaded=[5]),
+        ],
         requests,
     )
 
@@ -165,20 +170,12 @@ def indices(pages: list[int], rows: int) -> Tensor:
     return torch.cat([torch.arange(page * rows, (page + 1) * rows) for page in pages])
 
 
-def fill(buffers: list[Tensor], seed: int) -> None:
-    """Other bytes in every row."""
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in buffers:
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-
-
-def moved(
-    sources: list[Tensor], targets: list[Tensor], rows: int, begin: list[int], end: list[int]
-) -> list[Tensor]:
-    """What the targets are when pages of the sources have been copied to them."""
-    copies = [target.clone() for target in targets]
-    for source, copy in zip(sources, copies, strict=True):
-        copy[indices(end, rows)] = source[indices(begin, rows)]
+def moved(source: Pool, target: Pool) -> list[Tensor]:
+    """What the target's buffers are when they have been loaded from what the source stored."""
+    copies = [buffer.clone() for buffer in target.buffers]
+    begin = indices(source.stored[-len(target.loaded) :], source.rows)
+    for buffer, copy in zip(source.buffers, copies, strict=True):
+        copy[indices(target.loaded, target.rows)] = buffer[begin]
     return copies
 
 

@@ -31,7 +31,6 @@ from tests.sglang.device_pools import (
     PAGE,
     TO,
     dense,
-    fill,
     indices,
     make_linker,
     scheduler_of,
@@ -125,7 +124,7 @@ def transfer(pages: Sequence[int] = (), keys: Sequence[str] = KEYS[:NODE]) -> li
 def ready(start_linker: StartLinker, daemon: Daemon, **options: object) -> KvdLinker:
     """A linker that has stored a node, and looked it up for a request."""
     kind = dense()
-    fill(kind.kv, 1)
+    kind.fill(1)
     linker = start_linker(daemon, kind, **options)
     assert eventually(lambda: store(linker, transfer(FROM)))
     eventually(lambda: linker.lookup("request", transfer()) == FOUND)

@@ -206,24 +206,18 @@ def test_equal_sums_of_other_layers_are_other_contents(tmp_path: Path) -> None:
 
 def laid_out(folder: Path, spoiled: str = "") -> RankLayout:
     """What a rank with two layers registers, with something changed in what vLLM hands over."""
-    vllm_config, kv_cache_config, config = configured(folder)
-    views = allocated(vllm_config, kv_cache_config)
-    spoil(spoiled, views, kv_cache_config)
-    return registered(views, config, kv_cache_config)
-
-
-def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
-    """Change what vLLM hands over, or its own description of it."""
-    placed, layers = config.kv_cache_tensors, config.kv_cache_groups[0].layer_names
-    match what:
+    vllm_config, cache, config = configured(folder)
+    views = allocated(vllm_config, cache)
+    tensors, layers = cache.kv_cache_tensors, cache.kv_cache_groups[0].layer_names
+    match spoiled:
         case "layer missing":
             del views["b"]
         case "layer elsewhere":
             views["b"] = views["a"]
         case "blocks farther apart":
-            placed[0].block_stride += 512
+            tensors[0].block_stride += 512
         case "in host memory":
-            placed[0].host_resident, config.hisparse_host_num_blocks = True, configs.BLOCKS
+            tensors[0].host_resident, cache.hisparse_host_num_blocks = True, configs.BLOCKS
         case "fewer rows":
             views["a"] = views["a"][1:]
         case "pages in pieces":
@@ -235,14 +229,15 @@ def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> N
             views["c"] = views["a"]
             layers.append("c")
         case "no layer":
-            placed.clear()
+            tensors.clear()
         case "two layers in one place":
-            placed[0].layer_stride = 0
+            tensors[0].layer_stride = 0
             views["b"] = views["a"]
+    return registered(views, config, cache)
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"),
+    ("spoiled", "message"),
     [
         ("layer missing", "layer b: vLLM hands over NoneType"),
         (
@@ -265,10 +260,10 @@ def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> N
     ],
 )
 def test_pages_that_are_not_where_vllm_says_are_refused(
-    tmp_path: Path, spoiled: str, said: str
+    tmp_path: Path, spoiled: str, message: str
 ) -> None:
     """Bytes that might be others' are never moved: the rank runs without offload."""
-    with pytest.raises(UnsupportedMemory, match=said):
+    with pytest.raises(UnsupportedMemory, match=message):
         laid_out(tmp_path, spoiled)
 
 

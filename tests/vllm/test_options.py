@@ -14,12 +14,6 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.utils import (
-    get_supported_kv_cache_layouts,
-    resolve_kv_cache_layout,
-)
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
@@ -226,20 +220,6 @@ def test_a_block_of_all_layers_is_requested_where_vllm_can_make_it(
     for wish, passed_on in (("auto", requested), ("LBNHC", "LBNHC"), ("none", None)):
         extra["kv_layout"] = wish
         assert KvdConnector.get_required_kvcache_layout(config) == passed_on
-
-
-@pytest.mark.parametrize(
-    ("backend", "taken"),
-    [(FlashAttentionBackend, "BLHNC"), (CPUAttentionBackend, "LBHNC")],
-    ids=["any layout", "the CPU's"],
-)
-def test_vllm_takes_the_wish_where_its_backends_can(
-    tmp_path: Path, backend: type[Any], taken: str
-) -> None:
-    """Its own resolution asks the connector by its configuration, and drops what cannot be."""
-    config = unresolved(tmp_path)
-    names = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
-    assert resolve_kv_cache_layout(config, [names]).name == taken
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvd_client import Unavailable, UnsupportedMemory, Worker, cuda_driver
+from kvd_client import UnsupportedMemory, Worker, cuda_driver
 from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
@@ -141,18 +141,6 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
     assert (refused["cuMemHostRegister"], failed["cuMemHostRegister"]) == (rounds, 2 * rounds)
     assert (refused["cuStreamWriteValue64"], failed["cuStreamWriteValue64"]) == (0, 4 * rounds)
     assert (refused[TORCH], failed[TORCH]) == (rounds, 4 * rounds)
-
-
-def test_an_absent_daemon_stops_an_engine_that_requires_it(
-    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With required=true the start waits for a daemon, and ends with what to do."""
-    spec, views, _ = make_spec(tmp_path, runtime_dir, required=True)
-    defaults = Worker.register.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
-    with pytest.raises(Unavailable, match="is `kvd serve` running there"):
-        spec.make_worker(views)
 
 
 # ------------------------------------------------------------------- sleep mode
