@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client import RankLayout
-from kvd_client.vllm.chunks import BlockRanges
 from kvd_client.vllm.layout import share_caches
 from kvd_proto.layout import validate_layout
 from kvd_tools.models import LLAMA
@@ -39,23 +37,6 @@ PAGE = 4096  # bytes of a `full` or `window` layer's block
 BLOCKS = 16
 _KV_HEADS = 2
 _HEAD_SIZE = 32
-
-
-class WholeChunks(BlockRanges):
-    """In place of `BlockRanges`, where every request has and needs all blocks of its chunks."""
-
-    def __init__(self, blocks_per_chunk: int) -> None:
-        groups: Any = [
-            SimpleNamespace(
-                group_idx=number,
-                sliding_window_size_in_chunks=None,
-                requires_cow_source=False,
-                tokens_per_chunk=blocks_per_chunk * BLOCK,
-            )
-            for number in range(4)
-        ]
-        config: Any = SimpleNamespace(kv_group_configs=groups, blocks_per_chunk=blocks_per_chunk)
-        super().__init__(config, {})
 
 
 def engine_config(

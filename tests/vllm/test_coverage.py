@@ -1,7 +1,6 @@
 """Kinds of models and parallelism: warm answers are those of vLLM's own cache, to the last bit."""
 
 import mmap
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvd_tools.engine_server import Completion
-from kvd_tools.vllm_engine import VllmServer, VllmServerOptions
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, started_daemons
 from tests.engine_answers import TEST_SECONDS, TOLERANCE, ask_all, check, check_equal, far_apart
 from tests.vllm.conftest import StartEngine
@@ -41,7 +40,6 @@ class Served:
     """An engine, the daemon that serves it, and what the answers should be."""
 
     setting: Setting
-    options: VllmServerOptions
     engine: VllmServer
     daemon: Daemon
     known: References
@@ -53,7 +51,7 @@ class Served:
     ids=["dense", "dense-tp2", "mla-tp2"],
 )
 def served(
-    request: pytest.FixtureRequest, models: Path, start_engine: StartEngine
+    request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
 ) -> Iterator[Served]:
     """An engine of one kind. What it should answer is known before a daemon serves it.
 
@@ -61,22 +59,21 @@ def served(
     """
     setting: Setting = request.param
     alone = setting.options(models)
-    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder:
-        options = with_kvd(alone, Path(folder) / "run", blocks_per_chunk=2)
-        if setting in {DENSE, MLA_TP2}:
-            reference = start_engine(with_in_process_copy(alone) if setting == MLA_TP2 else alone)
-            reference.wait_ready()
-            known = compute_references(reference, ASKED + 1)
-            reference.close()
-        engine = start_engine(options)
-        engine.wait_ready()
-        if setting not in {DENSE, MLA_TP2}:
-            known = compute_references(engine, ASKED + 1)
-        with started_daemons(Path(folder) / "run") as start:
-            daemon = start(cpu_bytes="256MiB")
-            wait_served(daemon, engine)
-            yield Served(setting, options, engine, daemon, known)
-        engine.kill()
+    engine = reference = start_engine(with_kvd(alone, module_dir, blocks_per_chunk=2))
+    if setting == DENSE:
+        reference = start_engine(alone)
+    elif setting == MLA_TP2:
+        reference = start_engine(with_in_process_copy(alone))
+    reference.wait_ready()
+    known = compute_references(reference, ASKED + 1)
+    if reference is not engine:
+        reference.close()
+    engine.wait_ready()
+    with started_daemons(module_dir) as start:
+        daemon = start(cpu_bytes="256MiB")
+        wait_served(daemon, engine)
+        yield Served(setting, engine, daemon, known)
+    engine.kill()
 
 
 def pool_of(daemon: Daemon) -> Path:

@@ -199,6 +199,8 @@ def test_a_load_that_takes_too_long_is_computed(served: Served) -> None:
         late = engine.submit(prompt)
         eventually(stops, stops_before.__lt__)
         assert not late.done()  # the lane could still write
+        engine.generate([SHORT])
+        assert stops() == stops_before + 1
         served.thaw()
         (answer,) = results([late])
         check_equal([answer], [warm if answer.cached_tokens else cold])

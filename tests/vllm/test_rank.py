@@ -43,7 +43,6 @@ class FakeWorker:
     afters: list[int | None] = field(default_factory=list)
     ended: list[JobResult] = field(default_factory=list)
     waits: list[tuple[set[int], float]] = field(default_factory=list)
-    cancels: list[list[int]] = field(default_factory=list)
     refusal: str = ""
     has_lane: bool = True
     device: str = "host"
@@ -85,10 +84,6 @@ class FakeWorker:
     def wait(self, job_ids: Collection[int], timeout: float) -> None:
         """See Worker."""
         self.waits.append((set(job_ids), timeout))
-
-    def cancel(self, job_ids: Collection[int]) -> None:
-        """See Worker."""
-        self.cancels.append(sorted(job_ids))
 
 
 @pytest.fixture
@@ -193,35 +188,6 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
         lane.end(number, success=success)
         assert outcomes(rank) == {number: success}
     assert [record.message for record in caplog.records] == lines[1:]
-
-
-def test_a_late_load_is_stopped_once_and_reported_when_it_has_ended(
-    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its blocks are not given back while something may write to them."""
-    clock = SimpleNamespace(now=100.0)
-    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
-    monkeypatch.setattr("kvd_client.vllm.worker.time", fake_time)
-    rank.submit_load(1, chunks(2), blocks())
-    rank.submit_store(2, blocks(), chunks(2))
-    clock.now += OPTIONS.load_timeout / 2
-    rank.submit_load(3, chunks(2), blocks())
-    assert not outcomes(rank)
-    assert not lane.cancels
-    clock.now += OPTIONS.load_timeout / 2
-    for _ in range(3):
-        assert not outcomes(rank)
-    assert lane.cancels == [[1]]
-    clock.now += OPTIONS.load_timeout
-    assert not outcomes(rank)
-    assert lane.cancels == [[1], [3]]
-    lane.end(3, success=False)
-    lane.end(1)  # it had ended before it was stopped
-    lane.end(2)
-    assert outcomes(rank) == {3: False, 1: True, 2: True}
-    clock.now += 10 * OPTIONS.load_timeout
-    assert not outcomes(rank)
-    assert lane.cancels == [[1], [3]]
 
 
 def test_waiting_never_waits_for_loads(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:

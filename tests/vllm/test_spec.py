@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.device_allocator.sleep_mode_backend import (
     CuMemBackend,
     SleepModeBackend,
@@ -27,17 +27,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client import UnsupportedMemory, Worker, cuda_driver
-from kvd_client.vllm import (
-    KvdOffloadingManager,
-    KvdOffloadingSpec,
-    KvdOffloadingWorker,
-)
+from kvd_client.vllm import KvdOffloadingSpec, KvdOffloadingWorker
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
+from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
 from tests.fakecuda.harness import functions_named
-from tests.vllm.configs import BLOCKS, WholeChunks, allocated, configured, pages, whole
+from tests.vllm.configs import BLOCKS, Engine, allocated, configured, pages, whole
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 FACTOR = 2
@@ -47,12 +44,12 @@ STORE, LOAD = 1, 2
 
 def make_spec(
     folder: Path, runtime_dir: Path, **extra: Any
-) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor], ModelConfig]:
-    """A spec as the connector makes it, vLLM's KV cache by layer, and the model's configuration."""
+) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor], Engine]:
+    """A spec as the connector makes it, the KV cache by layer, and what both are made of."""
     settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
-    vllm_config, kv_cache_config, config = configured(folder, extra=settings | extra)
+    engine = vllm_config, kv_cache_config, config = configured(folder, extra=settings | extra)
     spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-    return spec, allocated(vllm_config, kv_cache_config), vllm_config.model_config
+    return spec, allocated(vllm_config, kv_cache_config), engine
 
 
 def job(chunks: int, first: int) -> GPULoadStoreSpec:
@@ -185,23 +182,26 @@ def backends() -> Iterator[None]:
 
 
 def sleeping(
-    config: ModelConfig, name: str = NAME, *, sleep: bool = True, cumem: bool = True
-) -> None:
-    """Configure this sleep mode."""
+    vllm_config: VllmConfig, name: str = NAME, *, sleep: bool = True, cumem: bool = True
+) -> ModelConfig:
+    """The engine's model configuration, with this sleep mode."""
+    config = vllm_config.model_config
     config.enable_sleep_mode, config.enable_cumem_allocator = sleep, cumem
     config.sleep_mode_backend = name
+    return config
 
 
 def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     tmp_path: Path, daemon: Daemon
 ) -> None:
     """The memory is let go of before it is freed and registered when it is back, not before."""
-    spec, views, config = make_spec(tmp_path, daemon.runtime_dir, required=True)
-    sleeping(config)
-    manager, rank = spec.get_manager(), spec.make_worker(views)
-    assert isinstance(manager, KvdOffloadingManager)
+    spec, views, (vllm_config, kv_cache_config, _) = make_spec(
+        tmp_path, daemon.runtime_dir, required=True
+    )
+    config = sleeping(vllm_config)
+    manager = KvdConnectorScheduler(spec, vllm_config, kv_cache_config).manager
+    rank = spec.make_worker(views)
     assert rank.worker is not None
-    manager.ranges = WholeChunks(FACTOR)
     NotedBackend.worker = rank.worker
     backend = SleepModeBackendFactory.create_backend(config)
     try:
@@ -291,9 +291,8 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     lines: list[str],
 ) -> None:
     """When memory is freed, when it comes back, and when there was none to register."""
-    spec, views, config = make_spec(tmp_path, runtime_dir)
-    sleeping(config)
-    rank = spec.make_worker(views)
+    spec, views, (vllm_config, *_) = make_spec(tmp_path, runtime_dir)
+    config, rank = sleeping(vllm_config), spec.make_worker(views)
     assert rank.worker is not None
     NotedBackend.worker = worker = rank.worker
     backend = SleepModeBackendFactory.create_backend(config)
@@ -319,8 +318,8 @@ def test_vllms_own_backend_is_told_where_memory_can_be_freed(
     tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, notified: bool
 ) -> None:
     """It is the same backend otherwise, under the same name, once for however many engines."""
-    spec, views, config = make_spec(tmp_path, runtime_dir)
-    sleeping(config, "cumem", sleep=sleep, cumem=cumem)
+    spec, views, (vllm_config, *_) = make_spec(tmp_path, runtime_dir)
+    config = sleeping(vllm_config, "cumem", sleep=sleep, cumem=cumem)
     kinds = []
     for _ in range(2):
         spec.make_worker(views).shutdown()
