@@ -149,8 +149,8 @@ def test_what_was_pushed_out_comes_back(
     ask_all(engine, OTHERS)
     answers = ask_all(engine, AGAIN)
     check(answers, plain.again)
-    found = [answer.cached_tokens for answer in answers]
-    assert found == [answer.cached_tokens for answer in plain.again]
-    assert min(found[:2]) >= kind.cached
-    loads = kind.pools * sum(tokens > 0 for tokens in found)
+    cached = [answer.cached_tokens for answer in answers]
+    assert cached == [answer.cached_tokens for answer in plain.again]
+    assert min(cached[:2]) >= kind.cached
+    loads = kind.pools * sum(tokens > 0 for tokens in cached)
     eventually(lambda: daemon.status()["counters"]["jobs"]["load_ok"], loads.__eq__)

@@ -167,7 +167,7 @@ def test_hints_of_requests_are_counted_and_change_no_answer(served: Served) -> N
         check(engine.generate([prompt], kv_transfer_params={"kvd": hint}), [expected])
 
     def counted() -> list[int]:
-        (found,) = daemon.status()["engines"]
-        return [found["counters"][name] for name in ("hints", "hints_ignored", "hints_cut")]
+        (engine_status,) = daemon.status()["engines"]
+        return [engine_status["counters"][name] for name in ("hints", "hints_ignored", "hints_cut")]
 
     eventually(counted, [4, 4, 1].__eq__)

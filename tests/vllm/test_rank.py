@@ -33,18 +33,17 @@ class FakeWorker:
     """A `Worker` whose lane is the test.
 
     Attributes:
-        submitted: kind, number, block ids, indices and slots of each job.
+        submitted: numbers of jobs.
         afters: what each job is to wait for.
         ended: results that the next `get_finished` returns.
         refusal: why jobs are refused; "cuda": the device is lost.
     """
 
-    submitted: list[tuple[str, int, list[int], list[int], list[int]]] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
     afters: list[int | None] = field(default_factory=list)
     ended: list[JobResult] = field(default_factory=list)
     waits: list[tuple[set[int], float]] = field(default_factory=list)
     refusal: str = ""
-    has_lane: bool = True
     device: str = "host"
 
     @property
@@ -58,23 +57,20 @@ class FakeWorker:
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
         return 1000 + stream
 
-    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> bool:
+    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> None:
         """See Worker."""
+        del kind
         self.afters.append(after)
         if self.refusal:
             raise UsageError(self.refusal)
-        ids, slots = blocks.block_ids.numpy().tolist(), blocks.slots.numpy().tolist()
-        assert len(slots) == len(blocks.generations)
-        assert sum(blocks.sizes) == len(ids)
-        self.submitted.append((kind.__name__.lower(), job_id, ids, blocks.indices, slots))
-        if not self.has_lane:
-            self.end(job_id, success=False)
-        return self.has_lane
+        assert len(blocks.slots) == len(blocks.generations)
+        assert sum(blocks.sizes) == len(blocks.block_ids)
+        self.submitted.append(job_id)
 
-    def end(self, job_id: int, *, success: bool = True) -> None:
-        """The lane has ended this job."""
-        status = JobStatus.OK if success else JobStatus.FAILED
-        self.ended.append(JobResult(job_id, status, 4096, 0.5, "" if success else "lost"))
+    def end(self, *job_ids: int, success: bool = True) -> None:
+        """The lane has ended these jobs."""
+        status, text = (JobStatus.OK, "") if success else (JobStatus.FAILED, "lost")
+        self.ended += [JobResult(job_id, status, 4096, 0.5, text) for job_id in job_ids]
 
     def get_finished(self) -> list[JobResult]:
         """See Worker."""
@@ -116,9 +112,9 @@ def chunks(*counts: int) -> ChunkLoadStoreSpec:
     )
 
 
-def blocks(size: int = 2 * FACTOR, index: int = 0, *, first: int = 1) -> GPULoadStoreSpec:
-    """So many blocks of group 0 from this index on."""
-    return GPULoadStoreSpec(list(range(first, first + size)), (size,), (index,))
+def blocks(first: int = 1) -> GPULoadStoreSpec:
+    """The blocks of two chunks of group 0, from this one on."""
+    return GPULoadStoreSpec(list(range(first, first + 2 * FACTOR)), (2 * FACTOR,), (0,))
 
 
 def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
@@ -174,15 +170,14 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
 ) -> None:
     """However many jobs fail for it, in however many steps; stores and loads have a line each."""
     lines = [f"kvd: a {kind} failed and is a cache miss: lost" for kind in ("store", "load")]
-    lane.has_lane = False
     for number in range(0, 9, 3):
         rank.submit_store(number, blocks(), chunks(2))
         rank.submit_store(number + 1, blocks(), chunks(2))
         rank.submit_load(number + 2, chunks(2), blocks())
+        lane.end(number, number + 1, number + 2, success=False)
         assert set(outcomes(rank).values()) == {False}
     assert [record.message for record in caplog.records] == lines
     caplog.clear()
-    lane.has_lane = True
     for number, success in ((10, True), (11, False), (12, False)):
         rank.submit_load(number, chunks(2), blocks())
         lane.end(number, success=success)
@@ -250,26 +245,18 @@ def half_of(*, replicated: bool = False) -> KvdConnectorWorker:
     return KvdConnectorWorker(spec, None, None)
 
 
-@pytest.fixture
-def half(rank: KvdOffloadingWorker) -> KvdConnectorWorker:
-    """A connector's half with two loads and two stores under way."""
+def test_failed_jobs_are_reported(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """A request whose load failed is finished and failed; a store's failure is in the report."""
     half = half_of()
     half.worker = rank
-    loads = {n: TransferJob(f"request-{n}", chunks(2), blocks(first=n * 10)) for n in (1, 2)}
-    stores = {n: TransferJob(f"request-{n}", blocks(first=n * 10), chunks(2)) for n in (3, 4)}
+    loads = {n: TransferJob(f"request-{n}", chunks(2), blocks(n * 10)) for n in (1, 2)}
+    stores = {n: TransferJob(f"request-{n}", blocks(n * 10), chunks(2)) for n in (3, 4)}
     half.start_kv_transfers(OffloadingConnectorMetadata(loads, {}))
     half.prepare_store_kv(OffloadingConnectorMetadata({}, stores))
     half.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-    return half
-
-
-def test_failed_jobs_are_reported(half: KvdConnectorWorker, lane: FakeWorker) -> None:
-    """A request whose load failed is finished and failed; a store's failure is in the report."""
     assert half.build_connector_worker_meta() is None
-    lane.end(1, success=False)
-    lane.end(2)
-    lane.end(3, success=False)
-    lane.end(4)
+    lane.end(1, 3, success=False)
+    lane.end(2, 4)
     results = half.get_transfer_results()
     assert results.finished_recving == {"request-1", "request-2"}
     assert results.failed_recving == {"request-1"}

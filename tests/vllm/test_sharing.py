@@ -70,7 +70,7 @@ def test_engines_of_one_model_share_chunks(
     assert stored_chunks(daemon) == stored
     eventually(
         lambda: [engine["counters"]["hit_tokens"] for engine in daemon.status()["engines"]],
-        lambda found: min(found) >= len(asked) * CACHED_TOKENS,
+        lambda hit_tokens: min(hit_tokens) >= len(asked) * CACHED_TOKENS,
     )
 
 

@@ -176,7 +176,7 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine, comes: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "waits"),
+    ("allowed", "waits"),
     [
         ([], []),
         ([{"medium": "CPU"}], []),
@@ -186,12 +186,12 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine, comes: bool) -> 
     ],
 )
 def test_a_request_loads_from_the_tiers_that_it_names(
-    make: MakeEngine, wanted: list[dict[str, str]], waits: list[TierInfo]
+    make: MakeEngine, allowed: list[dict[str, str]], waits: list[TierInfo]
 ) -> None:
     """Its `kv_load_tiers`; as with vLLM's own tiers, what is in memory is loaded in any case."""
     for tier in (DISK, SHARED):
         engine = make(tier)
-        engine.come("r", 6, {"kv_load_tiers": wanted})
+        engine.come("r", 6, {"kv_load_tiers": allowed})
         keys = engine.keys("r")
         engine.lender.present = set(keys[:2])
         if tier is DISK:
