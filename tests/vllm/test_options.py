@@ -18,11 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvd_client import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
 from kvd_client.vllm.layout import layout_line
-from kvd_client.vllm.options import (
-    KV_LAYOUTS,
-    VLLM_KEYS,
-    read_options,
-)
+from kvd_client.vllm.options import KV_LAYOUTS, VLLM_KEYS, read_options
 from kvd_client.vllm.spec import fingerprint
 from tests.processes import ROOT
 from tests.vllm.configs import configured, engine_config

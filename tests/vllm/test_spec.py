@@ -19,12 +19,7 @@ from vllm.device_allocator.sleep_mode_backend import (
     SleepModeBackend,
     SleepModeBackendFactory,
 )
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LookupResult,
-    ReqContext,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from kvd_client import UnsupportedMemory, Worker, cuda_driver
 from kvd_client.vllm import KvdOffloadingSpec, KvdOffloadingWorker

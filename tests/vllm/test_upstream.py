@@ -16,11 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvd_client import UnsupportedVllm
-from kvd_client.vllm import (
-    KvdConnector,
-    metrics,
-    upstream,
-)
+from kvd_client.vllm import KvdConnector, metrics, upstream
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import engine_config
 
