@@ -19,11 +19,11 @@ from kvd_client.vllm.metrics import CHUNKS_REFUSED, STORE_FAILURES
 from kvd_tools.models import COMMON
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
+from tests.engine_answers import TEST_SECONDS
 from tests.routers.indexer import NOTHING, DynamoIndexer, Matched, endpoints
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     BLOCK,
-    TEST_SECONDS,
     Setting,
     chunks_of,
     prompts,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.engine_answers import TEST_SECONDS
 from tests.routers.exactness import DONE, DONE_BELOW, exactness
-from tests.vllm.support import TEST_SECONDS
 
 LEFT_TO_NIGHTS = (
     "kvd clear",

@@ -13,8 +13,10 @@ from kvd_tools.engine_server import Completion
 from kvd_tools.models import write_model
 from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.conftest import Daemon
+from tests.engine_answers import ask_all
 from tests.sglang.device_pools import Kind, make_linker
-from tests.sglang.support import PATIENT, ask_all, prompts
+from tests.sglang.support import PATIENT, check_worth, prompts
+from tests.waiting import eventually
 
 StartEngine = Callable[[SglangServerOptions], SglangServer]
 StartLinker = Callable[..., KvdLinker]
@@ -47,7 +49,9 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Comp
     engine = SglangServer(SglangServerOptions(model), log)
     try:
         engine.wait_ready()
-        return ask_all(engine, prompts(4))
+        answers = ask_all(engine, prompts(4))
+        check_worth(answers)
+        return answers
     finally:
         engine.kill()
 
@@ -63,8 +67,10 @@ def start_linker(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartLinker]:
 
     def start(daemon: Daemon, kind: Kind, **options: Any) -> KvdLinker:
         extra = {"runtime_dir": str(daemon.runtime_dir), "required": True, **PATIENT, **options}
-        made.append(make_linker(kind, **extra))
-        return made[-1]
+        linker = make_linker(kind, **extra)
+        made.append(linker)
+        eventually(lambda: all(c.scheduler.attached for c in linker._caches.values()))
+        return linker
 
     yield start
     for linker in made:

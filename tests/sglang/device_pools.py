@@ -12,10 +12,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from torch import Tensor
 
+from kvd_client import Scheduler
 from kvd_client.sglang.linker import KvdLinker
 from tests.waiting import eventually
 
 PAGE, TOKENS, STATES = 16, 512, 8
+HEADS: dict[str, Any] = {"head_num": 2, "head_dim": 32}
+LATENTS: dict[str, Any] = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
+ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 NODE = 8  # pages of the node that is stored
 KEYS = [f"{number:064x}" for number in range(1, 40)]
 FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
@@ -23,97 +27,78 @@ FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
 
 
 @dataclass
-class Side:
-    """What the tree says of the pool beside the KV's: which pages of a node it has.
+class Pool:
+    """One pool of a model's cache, and which pages of a node the tree has there."""
 
-    buffers: the pool's, rows first.
-    rows: of a page.
-    stored, loaded: pages of the node's last keys, as many as are stored and loaded.
-    """
+    name: PoolName
+    buffers: list[Tensor]  # rows first
+    rows: int = PAGE  # of a page
+    stored: list[int] = field(default_factory=lambda: FROM)  # pages of the node's last keys
+    loaded: list[int] = field(default_factory=lambda: TO)  # into which as many are loaded
 
-    buffers: list[Tensor]
-    rows: int
-    stored: list[int]
-    loaded: list[int]
-
-    def transfer(self, name: PoolName, keys: list[str], pages: list[int]) -> PoolTransfer:
+    def transfer(self, keys: list[str], pages: list[int]) -> PoolTransfer:
         """As the tree makes it."""
-        return PoolTransfer(
-            name, device_indices=indices(pages, self.rows), keys=keys[-len(pages) :]
-        )
+        device_indices = indices(pages, self.rows)
+        return PoolTransfer(self.name, device_indices=device_indices, keys=keys[-len(pages) :])
 
 
 @dataclass
 class Kind:
-    """One kind of model.
+    """One kind of model."""
 
-    cache: its KV cache, as SGLang has it.
-    kv: the buffers of its full attention, and of its drafts.
-    sides: its other pools.
-    requests: SGLang's pool of requests, of those that have states.
-    sidecar, mtp: the pools of its drafts: a model of their own, or layers of the model itself.
-    """
-
-    cache: Any
+    cache: Any  # as SGLang has it
     components: set[ComponentType]
-    kv: list[Tensor]
-    sides: dict[PoolName, Side] = field(default_factory=dict)
-    requests: Any = None
-    sidecar: tuple[Any, ...] = ()
-    mtp: tuple[Any, ...] = ()
+    pools: list[Pool]  # first that of its full attention, with the buffers of its drafts
+    requests: Any = None  # SGLang's pool of requests, of those that have states
+    sidecar: tuple[Any, ...] = ()  # the pools of a draft model
+    mtp: tuple[Any, ...] = ()  # the pools of layers of the model itself that draft
 
-
-def dense() -> Kind:
-    """Keys and values of two layers."""
-    cache = keys_and_values(2)
-    return Kind(cache, {ComponentType.FULL}, [*cache.k_buffer, *cache.v_buffer])
+    def fill(self, seed: int) -> None:
+        """Other bytes in every row."""
+        generator = torch.Generator().manual_seed(seed)
+        for pool in self.pools:
+            for buffer in pool.buffers:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def keys_and_values(layers: int) -> memory_pool.MHATokenToKVPool:
     """SGLang's pool for ordinary attention."""
     return memory_pool.MHATokenToKVPool(
-        TOKENS,
-        PAGE,
-        torch.bfloat16,
-        head_num=2,
-        head_dim=32,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
+        TOKENS, PAGE, torch.bfloat16, layer_num=layers, **HEADS, **ON_CPU
     )
+
+
+def kv_pool(*caches: Any) -> Pool:
+    """The pool of full attention that consists of these."""
+    buffers = [b for cache in caches for b in (*cache.k_buffer, *cache.v_buffer)]
+    return Pool(PoolName.KV, buffers)
+
+
+def dense() -> Kind:
+    """Keys and values of two layers."""
+    cache = keys_and_values(2)
+    return Kind(cache, {ComponentType.FULL}, [kv_pool(cache)])
+
+
+def dense_with_mtp() -> Kind:
+    """Keys and values, and two layers of the model that draft, each with a pool (as MiMo)."""
+    cache, drafts = keys_and_values(2), (keys_and_values(1), keys_and_values(1))
+    return Kind(cache, {ComponentType.FULL}, [kv_pool(cache, *drafts)], mtp=drafts)
+
+
+def mla() -> Kind:
+    """One latent vector for each token and layer."""
+    cache = memory_pool.MLATokenToKVPool(
+        TOKENS, PAGE, torch.bfloat16, layer_num=3, **LATENTS, **ON_CPU
+    )
+    return Kind(cache, {ComponentType.FULL}, [Pool(PoolName.KV, cache.kv_buffer)])
 
 
 def mla_with_eagle() -> Kind:
     """MLA, and a draft model with keys and values in one layer (as EAGLE's for DeepSeek)."""
     kind, draft = mla(), keys_and_values(1)
-    return replace(kind, kv=[*kind.kv, *draft.k_buffer, *draft.v_buffer], sidecar=(draft,))
-
-
-def dense_with_mtp() -> Kind:
-    """Keys and values, and two layers of the model that draft, each with a pool (as MiMo)."""
-    kind, drafts = dense(), (keys_and_values(1), keys_and_values(1))
-    buffers = [buffer for draft in drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
-    return replace(kind, kv=[*kind.kv, *buffers], mtp=drafts)
-
-
-def mla() -> Kind:
-    """One latent vector for each token and layer."""
-    cache = latents(3)
-    return Kind(cache, {ComponentType.FULL}, cache.kv_buffer)
-
-
-def latents(layers: int) -> memory_pool.MLATokenToKVPool:
-    """SGLang's pool for MLA."""
-    return memory_pool.MLATokenToKVPool(
-        TOKENS,
-        PAGE,
-        torch.bfloat16,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    buffers = [*kind.cache.kv_buffer, *draft.k_buffer, *draft.v_buffer]
+    return replace(kind, pools=[Pool(PoolName.KV, buffers)], sidecar=(draft,))
 
 
 def window() -> Kind:
@@ -123,30 +108,26 @@ def window() -> Kind:
         TOKENS,
         PAGE,
         torch.bfloat16,
-        head_num=2,
-        head_dim=32,
         swa_attention_layer_ids=[0, 1, 3],
         full_attention_layer_ids=[2],
         device="cpu",
+        **HEADS,
     )
-    full, windowed = cache.full_kv_pool, cache.swa_kv_pool
-    side = Side([*windowed.k_buffer, *windowed.v_buffer], PAGE, [11, 12, 13], [21, 20])
-    return Kind(
-        cache,
-        {ComponentType.FULL, ComponentType.SWA},
-        [*full.k_buffer, *full.v_buffer],
-        {PoolName.SWA: side},
+    windowed = replace(
+        kv_pool(cache.swa_kv_pool), name=PoolName.SWA, stored=[11, 12, 13], loaded=[21, 20]
     )
+    components = {ComponentType.FULL, ComponentType.SWA}
+    return Kind(cache, components, [kv_pool(cache.full_kv_pool), windowed])
 
 
 def states_and_mla() -> Kind:
     """MLA in one layer, a state for each request in two (as Kimi Linear)."""
-    return _states(use_mla=True, head_num=1, head_dim=80, kv_lora_rank=64, qk_rope_head_dim=16)
+    return _states(use_mla=True, head_num=1, head_dim=80, **LATENTS)
 
 
 def states() -> Kind:
     """Keys and values in one layer, a state for each request in two (as Falcon H1)."""
-    return _states(use_mla=False, head_num=2, head_dim=32)
+    return _states(use_mla=False, **HEADS)
 
 
 def _states(**attention: Any) -> Kind:
@@ -157,8 +138,7 @@ def _states(**attention: Any) -> Kind:
         mamba_size=STATES,
         mamba_spec_state_size=STATES,
         max_context_len=TOKENS,
-        device="cpu",
-        enable_memory_saver=False,
+        **ON_CPU,
         cache_params=KimiLinearCacheParams(shape=shape, layers=[0, 2]),
         mamba_layer_ids=[0, 2],
         enable_mamba_extra_buffer=False,
@@ -172,14 +152,15 @@ def _states(**attention: Any) -> Kind:
         mamba_pool=requests.mamba_pool,
         **attention,
     )
-    full = cache.full_kv_pool
-    held = requests.mamba_pool.mamba_cache
-    buffers = [part[layer] for part in (held.temporal, *held.conv) for layer in range(2)]
+    full, cached = cache.full_kv_pool, requests.mamba_pool.mamba_cache
+    buffers = [part[layer] for part in (cached.temporal, *cached.conv) for layer in range(2)]
     return Kind(
         cache,
         {ComponentType.FULL, ComponentType.MAMBA},
-        full.kv_buffer if attention["use_mla"] else [*full.k_buffer, *full.v_buffer],
-        {PoolName.MAMBA: Side(buffers, 1, [2], [5])},
+        [
+            Pool(PoolName.KV, full.kv_buffer) if attention["use_mla"] else kv_pool(full),
+            Pool(PoolName.MAMBA, buffers, rows=1, stored=[2], loaded=[5]),
+        ],
         requests,
     )
 
@@ -189,20 +170,12 @@ def indices(pages: list[int], rows: int) -> Tensor:
     return torch.cat([torch.arange(page * rows, (page + 1) * rows) for page in pages])
 
 
-def fill(buffers: list[Tensor], seed: int) -> None:
-    """Other bytes in every row."""
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in buffers:
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-
-
-def moved(
-    sources: list[Tensor], targets: list[Tensor], rows: int, begin: list[int], end: list[int]
-) -> list[Tensor]:
-    """What the targets are when pages of the sources have been copied to them."""
-    copies = [target.clone() for target in targets]
-    for source, copy in zip(sources, copies, strict=True):
-        copy[indices(end, rows)] = source[indices(begin, rows)]
+def moved(source: Pool, target: Pool) -> list[Tensor]:
+    """What the target's buffers are when they have been loaded from what the source stored."""
+    copies = [buffer.clone() for buffer in target.buffers]
+    begin = indices(source.stored[-len(target.loaded) :], source.rows)
+    for buffer, copy in zip(source.buffers, copies, strict=True):
+        copy[indices(target.loaded, target.rows)] = buffer[begin]
     return copies
 
 
@@ -245,12 +218,13 @@ def parameters(kind: Kind, page_size: int = PAGE) -> SimpleNamespace:
 
 
 def make_linker(kind: Kind, **options: Any) -> KvdLinker:
-    """A linker of one rank, with a daemon."""
-    linker = KvdLinker(
-        ARGUMENTS, parameters(kind), components=kind.components, extra_config=options
-    )
-    eventually(lambda: all(cache.scheduler.attached for cache in linker._caches.values()))
-    return linker
+    """A linker of one rank."""
+    return KvdLinker(ARGUMENTS, parameters(kind), components=kind.components, extra_config=options)
+
+
+def scheduler_of(linker: KvdLinker) -> Scheduler:
+    """The session with the daemon, of a model without drafts."""
+    return next(iter(linker._caches.values())).scheduler
 
 
 def store(linker: KvdLinker, transfers: list[PoolTransfer]) -> bool:

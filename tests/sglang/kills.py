@@ -19,6 +19,8 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +31,8 @@ from kvd_tools.errors import DemoError, RequestAborted
 from kvd_tools.models import LLAMA, write_model
 from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon, started_daemons
-from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
+from tests.engine_answers import TOLERANCE, ask_all, far_apart
+from tests.sglang.support import prompts, with_kvd
 from tests.waiting import PATIENCE, eventually
 
 # Little to compute with and much to load, so that the daemon is often killed while it loads.
@@ -48,25 +51,17 @@ FOUND_SECONDS = 60.0
 
 @dataclass
 class Tally:
-    """What was done and seen.
-
-    found: answers whose beginning was found, in the engine's own cache or kvd's.
-    failed_loads: that were computed instead, or aborted.
-    begun_anew: loads that failed first, with LAYERWISE.
-    wrong: answers with other tokens or log-probabilities.
-    unanswered: requests that got neither an answer nor an abort.
-    slowest: seconds of the slowest answer.
-    """
+    """What was done and seen."""
 
     kills: int = 0
     answers: int = 0
-    found: int = 0
-    failed_loads: int = 0
-    begun_anew: int = 0
+    found: int = 0  # answers whose beginning was found, in the engine's own cache or kvd's
+    failed_loads: int = 0  # computed instead, or aborted
+    begun_anew: int = 0  # loads that failed first, with LAYERWISE
     aborted: int = 0
-    wrong: list[str] = field(default_factory=list)
-    unanswered: list[str] = field(default_factory=list)
-    slowest: float = 0.0
+    wrong: list[str] = field(default_factory=list)  # other tokens or log-probabilities
+    unanswered: list[str] = field(default_factory=list)  # requests without an answer or an abort
+    slowest: float = 0.0  # seconds
 
 
 class Load:
@@ -79,12 +74,9 @@ class Load:
         tally: Tally,
         seed: int,
     ) -> None:
-        self._engine = engine
-        self._expected = expected
-        self._tally = tally
-        self._lock = threading.Lock()
+        self._engine, self._expected, self._tally = engine, expected, tally
         self._over = threading.Event()
-        self._found = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._clients = [
             threading.Thread(target=self._ask, args=(random.Random(seed + number),))
             for number in range(CLIENTS)
@@ -102,51 +94,44 @@ class Load:
 
     def wait_found(self) -> None:
         """Wait until a whole prompt is found again."""
-        with self._found:
+        with self._changed:
             before = self._tally.found
-            if not self._found.wait_for(lambda: self._tally.found > before, FOUND_SECONDS):
+            if not self._changed.wait_for(lambda: self._tally.found > before, FOUND_SECONDS):
                 self._tally.unanswered.append(f"nothing was found for {FOUND_SECONDS:g} s")
 
     def _ask(self, source: random.Random) -> None:
-        while not self._over.is_set():
+        while not self._over.is_set() and self._engine.running:
             number = source.randrange(len(self._expected))
-            prompt, right = self._expected[number]
+            prompt, expected = self._expected[number]
             try:
-                answer = self._engine.generate([prompt])[0]
+                (answer,) = self._engine.generate([prompt])
             except RequestAborted:
-                with self._lock:
+                with self._changed:
                     self._tally.aborted += 1
             except DemoError as error:
-                with self._lock:
+                with self._changed:
                     self._tally.unanswered.append(str(error)[:200])
-                    if not self._engine.running:
-                        return
             else:
-                self._count(number, prompt, answer, right)
+                with self._changed:
+                    self._count(number, answer, expected)
 
-    def _count(self, number: int, prompt: list[int], answer: Completion, right: Completion) -> None:
+    def _count(self, number: int, answer: Completion, expected: Completion) -> None:
         tally = self._tally
-        with self._found:
-            tally.answers += 1
-            tally.slowest = max(tally.slowest, answer.seconds)
-            if answer.cached_tokens > len(prompt) // 2:
-                tally.found += 1
-                self._found.notify_all()
-            if far_apart(answer, right) > TOLERANCE:
-                tally.wrong.append(f"prompt {number}, {answer.cached_tokens} tokens found")
-
-
-def wait_pinned(daemon: Daemon) -> None:
-    """Wait until a request has pinned what it loads."""
-    eventually(lambda: daemon.status()["leases"])
+        tally.answers += 1
+        tally.slowest = max(tally.slowest, answer.seconds)
+        if answer.cached_tokens > PROMPT_TOKENS // 2:
+            tally.found += 1
+            self._changed.notify_all()
+        if far_apart(answer, expected) > TOLERANCE:
+            tally.wrong.append(f"prompt {number}, {answer.cached_tokens} tokens found")
 
 
 def kill(daemon: Daemon, *, whole: bool) -> None:
     """Kill the broker, or all processes of the daemon at once."""
     process = psutil.Process(daemon.process.pid)
-    for each in [*(process.children(recursive=True) if whole else ()), process]:
+    for victim in [*(process.children(recursive=True) if whole else ()), process]:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            victim.kill()
     daemon.process.wait(PATIENCE)
 
 
@@ -160,10 +145,7 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
         asked = prompts(PROMPTS, tokens=PROMPT_TOKENS)
         with SglangServer(plain, place / "plain.log") as engine:
             expected = list(zip(asked, ask_all(engine, asked), strict=True))
-
-        def next_daemon() -> Daemon:
-            return start("--keep-pool", "yes", cpu_bytes=POOL, ready=False)
-
+        next_daemon = partial(start, "--keep-pool", "yes", cpu_bytes=POOL, ready=False)
         daemon = next_daemon()
         daemon.wait_ready()
         options = with_kvd(
@@ -176,7 +158,7 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
             daemon.wait_ready()
             load.wait_found()
             if source.random() < IN_A_LOAD:
-                wait_pinned(daemon)
+                eventually(daemon.status, itemgetter("leases"))  # of what a request loads
                 time.sleep(source.uniform(0.0, LONGEST_LOAD))
             else:
                 time.sleep(source.uniform(0.0, LONGEST_LIFE))
@@ -191,9 +173,9 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
                 tally.unanswered.append("the engine has ended")
                 break
         load.wait_found()
-        said = log.read_text(errors="replace")
-        tally.failed_loads = said.count(" were not loaded in ")
-        tally.begun_anew = said.count(" is submitted again")
+        lines = log.read_text(errors="replace")
+        tally.failed_loads = lines.count(" were not loaded in ")
+        tally.begun_anew = lines.count(" is submitted again")
     return tally
 
 

@@ -11,16 +11,12 @@ from kvd_client.sglang.pools import find_pools
 from tests.conftest import Daemon
 from tests.sglang.conftest import StartLinker
 from tests.sglang.device_pools import (
-    FROM,
     KEYS,
     NODE,
     PAGE,
-    TO,
     Kind,
     dense,
     dense_with_mtp,
-    fill,
-    indices,
     mla,
     mla_with_eagle,
     moved,
@@ -42,55 +38,29 @@ def test_every_pool_of_a_node_comes_back(
 ) -> None:
     """Into other pages, by another engine, every byte, and no byte of other pages is touched."""
     kind, other = make_kind(), make_kind()
-    fill(kind.kv, 1)
-    fill(other.kv, 2)
-    for number, (side, there) in enumerate(
-        zip(kind.sides.values(), other.sides.values(), strict=True)
-    ):
-        fill(side.buffers, 10 + number)
-        fill(there.buffers, 20 + number)
+    kind.fill(1)
+    other.fill(2)
     one, two = start_linker(daemon, kind), start_linker(daemon, other, layerwise=layerwise)
-    keys = KEYS[:NODE]
-    assert store(
-        one,
-        [
-            PoolTransfer(PoolName.KV, device_indices=indices(FROM, PAGE), keys=keys),
-            *(side.transfer(name, keys, side.stored) for name, side in kind.sides.items()),
-        ],
-    )
-
+    keys, more_keys = KEYS[:NODE], KEYS[: NODE + 3]
+    assert store(one, [pool.transfer(keys, pool.stored) for pool in kind.pools])
+    _, *others = other.pools
     asked = [
-        PoolTransfer(PoolName.KV, keys=KEYS[: NODE + 3]),
-        *(
-            PoolTransfer(name, keys=KEYS[: NODE + 3][-len(side.loaded) :])
-            for name, side in other.sides.items()
-        ),
+        PoolTransfer(PoolName.KV, keys=more_keys),
+        *(PoolTransfer(pool.name, keys=more_keys[-len(pool.loaded) :]) for pool in others),
     ]
     expected = {PoolName.SWA: [NODE - 1, NODE], PoolName.MAMBA: [NODE]}
-    lengths = next((expected[name] for name in other.sides), list(range(1, NODE + 1)))
+    lengths = next((expected[pool.name] for pool in others), list(range(1, NODE + 1)))
     eventually(lambda: two.lookup("request", asked), lengths.__eq__)
-    right = {None: moved(kind.kv, other.kv, PAGE, FROM, TO)}
-    for name, side in other.sides.items():
-        mine = kind.sides[name]
-        sources = mine.stored[-len(side.loaded) :]
-        right[name] = moved(mine.buffers, side.buffers, side.rows, sources, side.loaded)
-    assert two.load(
-        "request",
-        [
-            PoolTransfer(PoolName.KV, device_indices=indices(TO, PAGE), keys=keys),
-            *(side.transfer(name, keys, side.loaded) for name, side in other.sides.items()),
-        ],
-    )
+    contents = [moved(*pools) for pools in zip(kind.pools, other.pools, strict=True)]
+    assert two.load("request", [pool.transfer(keys, pool.loaded) for pool in other.pools])
     number = two.start_layer_wise_loading()
     assert (number >= 0) is layerwise
     two.layer_done_counter.set_consumer(number)
     for layer in range(4 if layerwise else 0):
         two.layer_done_counter.wait_until(layer)
     assert two.finish_layer_wise_loading(number)
-    for buffers, wanted in [(other.kv, right[None])] + [
-        (side.buffers, right[name]) for name, side in other.sides.items()
-    ]:
-        assert all(torch.equal(*pair) for pair in zip(buffers, wanted, strict=True))
+    for pool, buffers in zip(other.pools, contents, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(pool.buffers, buffers, strict=True))
 
 
 @pytest.mark.parametrize("make_kind", [dense, mla, window])

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,21 +11,25 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvd_client.vllm.chunks import BlockRanges
+from kvd_client import RankLayout
+from kvd_client.vllm.layout import share_caches
+from kvd_proto.layout import validate_layout
 from kvd_tools.models import LLAMA
 
 BLOCK = 16  # tokens
@@ -36,42 +39,31 @@ _KV_HEADS = 2
 _HEAD_SIZE = 32
 
 
-class WholeChunks(BlockRanges):
-    """In place of `BlockRanges`, where every request has and needs all blocks of its chunks."""
-
-    def __init__(self, blocks_per_chunk: int) -> None:
-        groups: Any = [
-            SimpleNamespace(
-                group_idx=number,
-                sliding_window_size_in_chunks=None,
-                requires_cow_source=False,
-                tokens_per_chunk=blocks_per_chunk * BLOCK,
-            )
-            for number in range(4)
-        ]
-        config: Any = SimpleNamespace(kv_group_configs=groups, blocks_per_chunk=blocks_per_chunk)
-        super().__init__(config, {})
-
-
 def engine_config(
     folder: Path,
     extra: dict[str, Any] | None = None,
     *,
+    model: Mapping[str, Any] = LLAMA,
+    tensor_parallel: int = 1,
+    block_size: int = BLOCK,
     failure_policy: str = "recompute",
     hash_algorithm: str = "sha256",
-    layout: str = "LBHNC",
+    layout: str | None = "LBHNC",
     events: bool = False,
 ) -> VllmConfig:
     """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json.
 
     With `events` it publishes KV events, which go nowhere.
     """
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)
+    (folder / "config.json").write_text(json.dumps(model))
+    cache_config = CacheConfig(block_size=block_size, prefix_caching_hash_algo=hash_algorithm)
     cache_config.kv_cache_layout = layout  # as the engine's core does when it starts
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True),
         cache_config=cache_config,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tensor_parallel, distributed_executor_backend="mp"
+        ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KvdConnector",
             kv_connector_module_path="kvd_client.vllm",
@@ -116,19 +108,37 @@ def latent(layers: Sequence[str]) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(list(layers), spec)
 
 
+Engine = tuple[VllmConfig, KVCacheConfig, OffloadingConfig]
+"""What a connector gets: the engine's configuration, its KV cache as it is placed, and both."""
+
+
 def configured(
     folder: Path, *groups: KVCacheGroupSpec, blocks: int = BLOCKS, **engine: Any
-) -> tuple[VllmConfig, KVCacheConfig, OffloadingConfig]:
-    """What vLLM makes for a connector: `engine_config`, its KV cache as it is placed, and both.
+) -> Engine:
+    """What vLLM makes of `engine_config` and these groups, by default one of two layers."""
+    return placed(engine_config(folder, **engine), groups or [full(["a", "b"])], blocks)
 
-    The cache has these groups (by default one of two layers) and so many blocks.
-    """
-    vllm_config = engine_config(folder, **engine)
-    vllm_config.cache_config.num_gpu_blocks_override = blocks
-    kv_cache_config = get_kv_cache_config_from_groups(
-        vllm_config, list(groups) or [full(["a", "b"])], available_memory=0
-    )
-    return vllm_config, kv_cache_config, build_offloading_config(vllm_config, kv_cache_config)
+
+def placed(
+    config: VllmConfig,
+    specs: dict[str, KVCacheSpec] | Sequence[KVCacheGroupSpec],
+    blocks: int = BLOCKS,
+) -> Engine:
+    """What vLLM makes of these layers' specs, or groups of them."""
+    config.cache_config.num_gpu_blocks_override = blocks
+    groups = get_kv_cache_groups(config, specs) if isinstance(specs, dict) else [*specs]
+    cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
+    return config, cache, build_offloading_config(config, cache)
+
+
+def registered(
+    views: Mapping[str, torch.Tensor], config: OffloadingConfig, cache: KVCacheConfig
+) -> RankLayout:
+    """What a rank registers; a daemon would take it."""
+    shared, layout = share_caches(views, config, cache)
+    shared.close()
+    validate_layout(layout)
+    return layout
 
 
 def allocated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
@@ -146,3 +156,22 @@ def whole(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Every byte of the KV cache, in place."""
     storage = next(iter(views.values())).untyped_storage()
     return torch.empty(0, dtype=torch.int8).set_(storage)
+
+
+def rows(view: torch.Tensor, block: int, num_blocks: int) -> torch.Tensor:
+    """A layer's page of one block, as vLLM's view has it: all its kernel blocks."""
+    count = view.shape[0] // num_blocks
+    return view[block * count : (block + 1) * count]
+
+
+def pages(
+    views: Mapping[str, torch.Tensor], layers: list[str], blocks: list[int], num_blocks: int
+) -> list[torch.Tensor]:
+    """What attention finds in these blocks, layer by layer, as bytes: a number may be none."""
+    return [
+        rows(views[layer], block, num_blocks)
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        for layer in layers
+        for block in blocks
+    ]

@@ -1,17 +1,14 @@
 """KV caches of kinds of models, as vLLM's own code makes them from the layers' specs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheSpec,
     KVQuantMode,
     MambaSpec,
@@ -20,12 +17,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     SparseCacheRole,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
-from tests.vllm.configs import engine_config
+from tests.vllm.configs import Engine, engine_config, placed
 
 BLOCKS = 14
 ATTENTION: dict[str, Any] = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=16, **ATTENTION)
 LATENT: dict[str, Any] = {"num_kv_heads": 1, "max_tp_shards": 1}
 
 
@@ -43,12 +40,12 @@ def named(**specs: tuple[int, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
 def dense() -> dict[str, KVCacheSpec]:
     """Multi-head attention."""
-    return named(attn=(5, FullAttentionSpec(block_size=16, **ATTENTION)))
+    return named(attn=(5, FULL))
 
 
 def grouped() -> dict[str, KVCacheSpec]:
     """Grouped queries at high tensor parallelism: one head is left for a rank."""
-    return named(attn=(5, FullAttentionSpec(block_size=16, **ATTENTION | {"num_kv_heads": 1})))
+    return named(attn=(5, replace(FULL, num_kv_heads=1)))
 
 
 def latent() -> dict[str, KVCacheSpec]:
@@ -60,40 +57,23 @@ def latent() -> dict[str, KVCacheSpec]:
 def window() -> dict[str, KVCacheSpec]:
     """Gemma-3: five of six layers look back a little; the groups lie over each other."""
     return named(
-        full=(2, FullAttentionSpec(block_size=16, **ATTENTION)),
+        full=(2, FULL),
         window=(11, SlidingWindowSpec(block_size=16, sliding_window=64, **ATTENTION)),
     )
 
 
 def unlike() -> dict[str, KVCacheSpec]:
     """A cache in 8 bits of which some layers have 16: pages of two sizes in one group."""
-    quantized = ATTENTION | {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
-    return named(
-        attn=(5, FullAttentionSpec(block_size=16, **quantized)),
-        whole=(2, FullAttentionSpec(block_size=16, **ATTENTION)),
-    )
+    quantized = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    return named(attn=(5, quantized), whole=(2, FULL))
 
 
 def indexed() -> dict[str, KVCacheSpec]:
     """DeepSeek-V3.2: latents in 656 bytes, and an indexer's keys, in one group."""
-    return named(
-        attn=(
-            3,
-            MLAAttentionSpec(
-                block_size=64, head_size=576, dtype=torch.uint8, state_content_bytes=656, **LATENT
-            ),
-        ),
-        indexer=(
-            3,
-            MLAAttentionSpec(
-                block_size=64,
-                head_size=132,
-                dtype=torch.uint8,
-                cache_role=SparseCacheRole.INDEXER,
-                **LATENT,
-            ),
-        ),
-    )
+    common = LATENT | {"block_size": 64, "dtype": torch.uint8}
+    latents = MLAAttentionSpec(head_size=576, state_content_bytes=656, **common)
+    index = MLAAttentionSpec(head_size=132, cache_role=SparseCacheRole.INDEXER, **common)
+    return named(attn=(3, latents), indexer=(3, index))
 
 
 def compressed() -> dict[str, KVCacheSpec]:
@@ -109,7 +89,7 @@ def compressed() -> dict[str, KVCacheSpec]:
 
 def recurrent() -> dict[str, KVCacheSpec]:
     """Jamba: states, padded to the page of attention as vLLM's platforms do."""
-    attention = FullAttentionSpec(block_size=64, **ATTENTION)
+    attention = replace(FULL, block_size=64)
     states = MambaSpec(
         block_size=64,
         shapes=((3, 512), (64, 100)),
@@ -128,13 +108,12 @@ def mixed() -> dict[str, KVCacheSpec]:
         dtypes=(torch.bfloat16, torch.float32),
         mamba_cache_mode="align",
     )
-    return named(attn=(2, FullAttentionSpec(block_size=32, **ATTENTION)), mamba=(6, states))
+    return named(attn=(2, replace(FULL, block_size=32)), mamba=(6, states))
 
 
 def padded() -> dict[str, KVCacheSpec]:
     """Pages that are padded by half, as beside a larger page of other layers."""
-    spec = FullAttentionSpec(block_size=16, page_size_padded=12288, **ATTENTION)
-    return named(attn=(3, spec))
+    return named(attn=(3, replace(FULL, page_size_padded=12288)))
 
 
 COMPACT = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -157,18 +136,14 @@ MODELS: dict[str, tuple[Callable[[], dict[str, KVCacheSpec]], tuple[str, ...]]] 
 
 def made(
     folder: Path, model: str, layout: str, *, blocks_per_chunk: int = 1, blocks: int = BLOCKS
-) -> tuple[VllmConfig, KVCacheConfig, OffloadingConfig]:
+) -> Engine:
     """What an engine of this model has when it calls the connector.
 
     Raises:
         ValueError, AssertionError, NotImplementedError: vLLM cannot make it.
     """
-    config = engine_config(folder, {"blocks_per_chunk": blocks_per_chunk})
-    cache_config, specs = config.cache_config, MODELS[model][0]()
-    cache_config.num_gpu_blocks_override = blocks
-    cache_config.mamba_cache_mode = "align"
-    cache_config.kv_cache_layout = None
+    config = engine_config(folder, {"blocks_per_chunk": blocks_per_chunk}, layout=None)
+    specs = MODELS[model][0]()
+    config.cache_config.mamba_cache_mode = "align"
     resolve_kv_cache_layout(config, [[layout]], specs.values())
-    groups = get_kv_cache_groups(config, specs)
-    cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
-    return config, cache, build_offloading_config(config, cache)
+    return placed(config, specs, blocks)

@@ -1,8 +1,7 @@
 """Prompts, engines and traffic for the tests with the real engine."""
 
-import contextlib
 import itertools
-import random
+from collections import Counter
 from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import Future
@@ -11,47 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import psutil
-
 from kvd_client.vllm.metrics import ATTACHED
 from kvd_tools.engine_server import Completion
-from kvd_tools.models import COMMON, LLAMA, write_model
+from kvd_tools.models import LLAMA, write_model
 from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 from tests.conftest import Daemon
+from tests.engine_answers import ask_all, check, random_prompts
 from tests.engine_models import DEEPSEEK, GEMMA
 from tests.processes import ROOT
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 BLOCK = 32
-TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
 PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole chunks of 1, 2 or 4
 CACHED_TOKENS = 384
 MAX_MODEL_LEN = 1024
 SHORT = list(range(2, 10))  # with its answer less than a block
-# Log-probabilities of the same request in another batch; test_coverage shows what damage does.
-TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
 
 
-def numbers(answer: Completion) -> tuple[list[int], list[dict[int, float]]]:
-    """All that two equal answers have in common: tokens and log-probabilities."""
-    return answer.tokens, answer.logprobs
-
-
-def core_pid(engine: VllmServer) -> int:
-    """The process of an engine's core."""
-    for process in psutil.Process(engine.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if " ".join(process.cmdline()).startswith("VLLM::EngineCore"):
-                return process.pid
-    raise AssertionError("no process is the engine's core")
-
-
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Random prompts that share nothing."""
-    source, vocabulary = random.Random(seed), range(2, COMMON["vocab_size"])
-    return [source.choices(vocabulary, k=tokens) for _ in range(count)]
+    return random_prompts(count, seed, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -107,10 +87,8 @@ class References:
 def compute_references(engine: VllmServer, count: int) -> References:
     """Ask an engine that no daemon serves, prompt by prompt, each twice."""
     asked = prompts(count)
-    cold, warm = [], []
-    for prompt in asked:
-        cold += engine.generate([prompt])
-        warm += engine.generate([prompt])
+    answers = ask_all(engine, [prompt for prompt in asked for _ in ("cold", "warm")])
+    cold, warm = answers[::2], answers[1::2]
     assert [answer.cached_tokens for answer in cold] == [0] * count
     assert {answer.cached_tokens for answer in warm} == {CACHED_TOKENS}
     engine.reset()
@@ -124,31 +102,11 @@ def with_kvd(options: VllmServerOptions, runtime_dir: Path, **extra: Any) -> Vll
     return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(patience | extra)))
 
 
-def far_apart(a: Completion, b: Completion, tolerance: float = TOLERANCE) -> str:
-    """How two answers differ by more than another batch explains; "" if they do not."""
-    for at, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)):
-        if one != other:
-            return f"token {at} is {one} and {other}"
-        theirs = b.logprobs[at]
-        gap = max(
-            (
-                abs(value - theirs[token])
-                for token, value in a.logprobs[at].items()
-                if token in theirs
-            ),
-            default=float("inf"),
-        )
-        if gap > tolerance:
-            return f"log-probabilities of token {at} differ by {gap:.2g}"
-    return ""
-
-
-def chunks_of(daemon: Daemon) -> dict[str, int]:
+def chunks_of(daemon: Daemon) -> Counter[str]:
     """Chunks by state, over all namespaces."""
-    total: dict[str, int] = {}
+    total = Counter[str]()
     for namespace in daemon.status()["namespaces"]:
-        for state, count in namespace["chunks"].items():
-            total[state] = total.get(state, 0) + count
+        total.update(namespace["chunks"])
     return total
 
 
@@ -160,13 +118,13 @@ def wait_served(daemon: Daemon, *engines: VllmServer) -> None:
     stored. The prompts are too short for a chunk.
     """
 
-    def whole(engine: dict[str, Any]) -> bool:
-        kinds = [session["kind"] for session in engine["sessions"]]
-        return engine["attached"] and "scheduler" in kinds
+    def attached() -> int:
+        return sum(
+            engine["attached"] and "scheduler" in [s["kind"] for s in engine["sessions"]]
+            for engine in daemon.status()["engines"]
+        )
 
-    eventually(
-        lambda: daemon.status()["engines"], lambda found: sum(map(whole, found)) >= len(engines)
-    )
+    eventually(attached, len(engines).__le__)
     for engine in engines:
 
         def knows(engine: VllmServer = engine) -> bool:
@@ -180,17 +138,10 @@ def wait_stored(daemon: Daemon, at_least: int = 1) -> int:
     """Until nothing is being written of what was decided before; how many chunks are there."""
     daemon.status()  # the answer may come before an older message of an engine; the next does not
 
-    def settled(found: dict[str, int]) -> bool:
-        quiet = found.get("writing", 0) + found.get("draining", 0) == 0
-        return quiet and found.get("ready", 0) >= at_least
+    def settled(chunks: Counter[str]) -> bool:
+        return not chunks["writing"] + chunks["draining"] and chunks["ready"] >= at_least
 
     return eventually(lambda: chunks_of(daemon), settled)["ready"]
-
-
-def lane_pid(daemon: Daemon) -> int:
-    """The process of the host lane."""
-    (pid,) = [lane["pid"] for lane in daemon.status()["lanes"] if lane["device"] == "host"]
-    return int(pid)
 
 
 class Traffic:
@@ -235,16 +186,10 @@ class Traffic:
     def check(self) -> str:
         """A line about what was answered; fails where one answer is not as it should be."""
         answers = [answer.result() for _, answer in sorted(self._sent.items())]
-        for answer, expected in zip(answers, itertools.cycle(self._references.cold), strict=False):
-            assert not far_apart(answer, expected)
+        check(answers, itertools.cycle(self._references.cold))
         hits = sum(answer.cached_tokens > 0 for answer in answers)
         slowest = max(answer.seconds for answer in answers)
         return f"{len(answers)} answers, {hits} with hits, the slowest took {slowest:.1f} s"
-
-
-def ask_all(engine: VllmServer, asked: Iterable[list[int]]) -> list[Completion]:
-    """Answers one by one, so that the batch is the same as for the references."""
-    return [engine.generate([prompt])[0] for prompt in asked]
 
 
 def ask_found(

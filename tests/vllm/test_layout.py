@@ -1,62 +1,117 @@
 """From the KV caches that vLLM hands over to the layout that a daemon serves, to the last byte."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client import RankLayout, TensorRef, UnsupportedMemory
-from kvd_client.vllm.layout import share_caches
-from kvd_proto.layout import validate_layout
+from kvd_proto.expand import Expander
+from kvd_proto.jobs import JobBlocks, chunks_per_group
 from tests.vllm import configs
-from tests.vllm.configs import PAGE, allocated, configured, full, latent, whole
+from tests.vllm.configs import (
+    PAGE,
+    allocated,
+    configured,
+    latent,
+    pages,
+    placed,
+    registered,
+    rows,
+    whole,
+)
 from tests.vllm.kv_models import ATTENTION, BLOCKS, MODELS, OUTERMOST, made
-from tests.vllm.moving import Lane, Views, owned, pages
 
 SOURCE, TARGET = [9, 10, 3, 4, 5], [2, 6, 7, 8, 12]  # neighbours and not, no block twice
+SLOTS = 8
 EACH = [(model, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
+LAYOUTS = [*KVCacheLayout.__members__]
+
+Views = Mapping[str, torch.Tensor]
 
 
-def registered(views: Views, config: OffloadingConfig, cache: KVCacheConfig) -> RankLayout:
-    """What a rank registers; a daemon would take it."""
-    shared, layout = share_caches(views, config, cache)
-    shared.close()
-    validate_layout(layout)
-    return layout
+def job_of(layout: RankLayout, group: int, index: int, blocks: list[int]) -> JobBlocks:
+    """Blocks of one group from this index on; its chunks are in the last slots."""
+    sizes, indices = [0] * len(layout.groups), [0] * len(layout.groups)
+    sizes[group], indices[group] = len(blocks), index
+    count = sum(chunks_per_group(sizes, indices, layout.blocks_per_chunk))
+    job = JobBlocks.of(blocks, sizes, indices, range(SLOTS - count, SLOTS), [1] * count)
+    job.check(layout, SLOTS)
+    return job
 
 
-def fragments(layout: RankLayout) -> list[int]:
-    """How many a block has, group by group."""
-    return [len(group.refs) for group in layout.groups]
+def runs_of(layout: RankLayout, job: JobBlocks) -> list[tuple[slice, slice]]:
+    """Bytes of the memory and of the pool to copy; both ways to expand a job give the same."""
+    expander = Expander(layout)
+    copies = expander.expand_many(job)
+    copies.check_bounds(layout.storages, SLOTS * layout.slot_bytes)
+    assert sorted(copies.runs) == sorted(expander.expand_few(job))
+    assert {storage for storage, *_ in copies.runs} == {0}
+    return [
+        (slice(offset, offset + nbytes), slice(slot_offset, slot_offset + nbytes))
+        for _, offset, slot_offset, nbytes in copies.runs
+    ]
+
+
+def owned(
+    views: Views, config: KVCacheConfig, layers: list[str], blocks: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which bytes are pages of these blocks, and which are theirs at all, padding included.
+
+    bool[bytes of the cache] each.
+    """
+    used, slots = torch.zeros(2, whole(views).numel(), dtype=torch.bool)
+    for tensor in config.kv_cache_tensors:
+        for layer in set(tensor.layers).intersection(layers):
+            view = views[layer]
+            width = view.element_size()
+            mask = used.as_strided(
+                (*view.shape, width),
+                (*(stride * width for stride in view.stride()), 1),
+                view.storage_offset() * width,
+            )
+            for block in blocks:
+                rows(mask, block, config.num_blocks)[:] = True
+                if tensor.block_stride > tensor.layer_stride:  # all layers of a block are here
+                    begin = block * tensor.block_stride
+                    slots[begin : begin + tensor.block_stride] = True
+    return used, slots | used
+
+
+def layout_of(folder: Path, model: str, layout: str, **sizes: int) -> RankLayout:
+    """What a rank of such an engine registers; see `made`."""
+    vllm_config, cache, config = made(folder, model, layout, **sizes)
+    return registered(allocated(vllm_config, cache), config, cache)
 
 
 def check_bytes(views: Views, cache: KVCacheConfig, layout: RankLayout, index: int) -> None:
     """Store blocks of each group from this index on, overwrite all, load them into others."""
     memory = whole(views)
+    content = memory.numpy().view(np.uint8)
     for number, group in enumerate(cache.kv_cache_groups):
-        lane, layers = Lane(layout, memory, slots=8), list(group.layer_names)
+        pool, layers = np.full(SLOTS * layout.slot_bytes, 0x55, np.uint8), list(group.layer_names)
         memory.random_(-128, 128)
         before = pages(views, layers, SOURCE, cache.num_blocks)
-        lane.move(lane.job(number, index, SOURCE), store=True)
+        for blocks, slots in runs_of(layout, job_of(layout, number, index, SOURCE)):
+            pool[slots] = content[blocks]
         memory.random_(-128, 128)
-        wiped = memory.clone()
-        lane.move(lane.job(number, index, TARGET), store=False)
+        overwritten = memory.clone()
+        for blocks, slots in runs_of(layout, job_of(layout, number, index, TARGET)):
+            content[blocks] = pool[slots]
         after = pages(views, layers, TARGET, cache.num_blocks)
         assert all(map(torch.equal, before, after))
-        used, theirs = owned(views, cache, layers, TARGET)
-        changed = memory != wiped
-        assert not bool((changed & ~theirs).any())  # a block's padding is its own
-        padding = int((changed & ~used).sum())
-        assert padding <= int(used.sum()) // 32
-    assert not bool((lane.pool[: layout.slot_bytes] != 0x55).any())  # no slot before the first
+        used, owned_by_blocks = owned(views, cache, layers, TARGET)
+        changed = memory != overwritten
+        assert not bool((changed & ~owned_by_blocks).any())  # a block's padding is its own
+        assert int((changed & ~used).sum()) <= int(used.sum()) // 32
+        assert not bool((pool[: layout.slot_bytes] != 0x55).any())  # no slot before the first
 
 
 @pytest.mark.parametrize("factor", [1, 3])
@@ -66,6 +121,7 @@ def test_blocks_come_back_as_they_were(tmp_path: Path, model: str, name: str, fa
     vllm_config, cache, config = made(tmp_path, model, name, blocks_per_chunk=factor)
     views = allocated(vllm_config, cache)
     layout = registered(views, config, cache)
+    assert layout.blocks_per_chunk == factor
     check_bytes(views, cache, layout, index=4)  # with a factor of 3 in the middle of a chunk
 
 
@@ -90,63 +146,57 @@ def test_a_block_of_all_layers_is_one_fragment(
 ) -> None:
     """Pages that follow each other are one, with every chunk size; much padding is left out."""
     for name in OUTERMOST:
-        vllm_config, cache, config = made(tmp_path, model, name, blocks_per_chunk=factor)
-        layout = registered(allocated(vllm_config, cache), config, cache)
-        assert fragments(layout) == fragments_of
+        layout = layout_of(tmp_path, model, name, blocks_per_chunk=factor)
+        assert [len(group.refs) for group in layout.groups] == fragments_of
 
 
 @pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])
 def test_blocks_in_parts_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     """A backend that takes 16 tokens gets a block of 64 as four: the page is the same bytes."""
     vllm_config, cache, config = made(tmp_path, "recurrent", name)
-    layout_of = vllm_config.cache_config.get_resolved_kv_cache_layout()
     kernels = [16, *(64 for _ in cache.kv_cache_groups[1:])]
-    views = allocate_kv_cache(cache, torch.device("cpu"), layout_of, kernels)
+    views = allocate_kv_cache(
+        cache,
+        torch.device("cpu"),
+        vllm_config.cache_config.get_resolved_kv_cache_layout(),
+        kernels,
+    )
     assert views["layers.0.attn"].shape[0] == 4 * BLOCKS
     layout = registered(views, config, cache)
     check_bytes(views, cache, layout, index=0)
-    plain = registered(allocated(vllm_config, cache), config, cache)
+    plain = layout_of(tmp_path, "recurrent", name)
     assert layout.pages == plain.pages
     assert layout.contents != plain.contents  # another order of heads and tokens
 
 
 def test_engines_whose_bytes_are_in_another_order_share_nothing(tmp_path: Path) -> None:
-    """Blocks of equal size differ by the order of layers, heads and tokens in them."""
-    seen = {}
-    for name in KVCacheLayout.__members__:
-        vllm_config, cache, config = made(tmp_path, "dense", name)
-        seen[name] = registered(allocated(vllm_config, cache), config, cache)
-    assert seen["BLHNC"].pages == seen["BLNHC"].pages == seen["BHLNC"].pages
-    digests = {(layout.pages, layout.contents) for layout in seen.values()}
-    assert len(digests) == len(seen)
+    """Blocks of equal size differ by the order of layers, heads and tokens in them.
 
-
-def test_more_blocks_are_the_same_bytes(tmp_path: Path) -> None:
-    """Engines with more or less memory share chunks, wherever layers and heads lie."""
-    for name in KVCacheLayout.__members__:
-        layouts = []
-        for blocks in (BLOCKS, 3 * BLOCKS):
-            vllm_config, cache, config = made(tmp_path, "dense", name, blocks=blocks)
-            layouts.append(registered(allocated(vllm_config, cache), config, cache))
-        assert layouts[0].pages == layouts[1].pages
-        assert layouts[0].contents == layouts[1].contents
+    Engines with more or less memory share chunks, wherever layers and heads lie.
+    """
+    layouts = {name: layout_of(tmp_path, "dense", name) for name in LAYOUTS}
+    assert layouts["BLHNC"].pages == layouts["BLNHC"].pages == layouts["BHLNC"].pages
+    digests = {(layout.pages, layout.contents) for layout in layouts.values()}
+    assert len(digests) == len(LAYOUTS)
+    for name, layout in layouts.items():
+        larger = layout_of(tmp_path, "dense", name, blocks=3 * BLOCKS)
+        assert (larger.pages, larger.contents) == (layout.pages, layout.contents)
 
 
 def test_equal_sums_of_other_layers_are_other_contents(tmp_path: Path) -> None:
     """Which layers of a block have the larger pages is told apart, though it is one fragment."""
-    of_each = []
+    layouts = []
     for larger in (0, 3):
-        vllm_config, _, config = made(tmp_path, "dense", "BLHNC")
+        vllm_config, *_ = made(tmp_path, "dense", "BLHNC")
         specs: dict[str, KVCacheSpec] = {
             f"layers.{at}": FullAttentionSpec(
                 block_size=16, **ATTENTION | {"num_kv_heads": 8 if at == larger else 4}
             )
             for at in range(4)
         }
-        groups = get_kv_cache_groups(vllm_config, specs)
-        cache = get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
-        of_each.append(registered(allocated(vllm_config, cache), config, cache))
-    first, second = of_each
+        _, cache, config = placed(vllm_config, specs)
+        layouts.append(registered(allocated(vllm_config, cache), config, cache))
+    first, second = layouts
     assert (first.pages, first.kinds) == (second.pages, second.kinds)
     assert first.contents != second.contents
 
@@ -154,26 +204,20 @@ def test_equal_sums_of_other_layers_are_other_contents(tmp_path: Path) -> None:
 # ------------------------------------------------------------ what vLLM says of its memory
 
 
-def laid_out(folder: Path, spoiled: str = "", **engine: Any) -> RankLayout:
+def laid_out(folder: Path, spoiled: str = "") -> RankLayout:
     """What a rank with two layers registers, with something changed in what vLLM hands over."""
-    vllm_config, kv_cache_config, config = configured(folder, full(["a", "b"]), **engine)
-    views = allocated(vllm_config, kv_cache_config)
-    spoil(spoiled, views, kv_cache_config)
-    return registered(views, config, kv_cache_config)
-
-
-def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
-    """Change what vLLM hands over, or its own description of it."""
-    placed, layers = config.kv_cache_tensors, config.kv_cache_groups[0].layer_names
-    match what:
+    vllm_config, cache, config = configured(folder)
+    views = allocated(vllm_config, cache)
+    tensors, layers = cache.kv_cache_tensors, cache.kv_cache_groups[0].layer_names
+    match spoiled:
         case "layer missing":
             del views["b"]
         case "layer elsewhere":
             views["b"] = views["a"]
         case "blocks farther apart":
-            placed[0].block_stride += 512
+            tensors[0].block_stride += 512
         case "in host memory":
-            placed[0].host_resident, config.hisparse_host_num_blocks = True, configs.BLOCKS
+            tensors[0].host_resident, cache.hisparse_host_num_blocks = True, configs.BLOCKS
         case "fewer rows":
             views["a"] = views["a"][1:]
         case "pages in pieces":
@@ -185,14 +229,15 @@ def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> N
             views["c"] = views["a"]
             layers.append("c")
         case "no layer":
-            placed.clear()
+            tensors.clear()
         case "two layers in one place":
-            placed[0].layer_stride = 0
+            tensors[0].layer_stride = 0
             views["b"] = views["a"]
+    return registered(views, config, cache)
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"),
+    ("spoiled", "message"),
     [
         ("layer missing", "layer b: vLLM hands over NoneType"),
         (
@@ -215,10 +260,10 @@ def spoil(what: str, views: dict[str, torch.Tensor], config: KVCacheConfig) -> N
     ],
 )
 def test_pages_that_are_not_where_vllm_says_are_refused(
-    tmp_path: Path, spoiled: str, said: str
+    tmp_path: Path, spoiled: str, message: str
 ) -> None:
     """Bytes that might be others' are never moved: the rank runs without offload."""
-    with pytest.raises(UnsupportedMemory, match=said):
+    with pytest.raises(UnsupportedMemory, match=message):
         laid_out(tmp_path, spoiled)
 
 
@@ -235,16 +280,6 @@ def test_replicas_are_passed_on(tmp_path: Path) -> None:
     layout = registered(allocated(vllm_config, cache), config, cache)
     assert layout.replicated
     assert layout.groups[0].kind == "MLAAttentionSpec"
-
-
-@pytest.mark.parametrize(
-    ("extra", "factor"), [({"blocks_per_chunk": 3}, 3), ({"block_size": 64}, 4), ({}, 1)]
-)
-def test_chunks_of_several_blocks(tmp_path: Path, extra: dict[str, Any], factor: int) -> None:
-    """A chunk has as many blocks as vLLM was told, in blocks or in tokens."""
-    layout = laid_out(tmp_path, extra=extra)
-    assert layout.blocks_per_chunk == factor
-    assert layout.share_bytes == layout.slot_bytes == 2 * PAGE * factor
 
 
 def test_the_null_block_is_the_one_that_vllm_never_hands_out(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,11 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.utils import (
-    get_supported_kv_cache_layouts,
-    resolve_kv_cache_layout,
-)
 
-from kvd_client import Fingerprint, GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_client import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
 from kvd_client.vllm.layout import layout_line
-from kvd_client.vllm.options import (
-    KV_LAYOUTS,
-    VLLM_KEYS,
-    read_options,
-)
+from kvd_client.vllm.options import KV_LAYOUTS, VLLM_KEYS, read_options
 from kvd_client.vllm.spec import fingerprint
 from tests.processes import ROOT
 from tests.vllm.configs import configured, engine_config
@@ -71,13 +62,13 @@ def test_keys_of_either_side_are_taken() -> None:
     ("extra", "named"),
     [
         ({"runtime_dirs": "/run/kvd"}, ["runtime_dirs", "known keys", "runtime_dir,"]),
-        ({"required": "yes"}, ["required", "`bool`", "'yes'"]),
-        ({"deadline": True}, ["deadline", "`float`", "True"]),
         ({"load_timeout": -3}, ["load_timeout", "> 0", "-3"]),
         ({"load_timeout": 31}, ["load_timeout=31", "store_timeout=30", "raise store_timeout"]),
+        ({"required": "yes"}, ["required", "`bool`", "'yes'"]),
         ({"pending_timeout": float("nan")}, ["pending_timeout", "nan"]),
         ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
         ({"label": "x" * 257}, ["label", "<= 256"]),
+        ({"kv_layout": "HND"}, ["kv_layout='HND' is no layout of vLLM's", *KV_LAYOUTS]),
         ({"cpu_bytes_to_use": 1234}, ["cpu_bytes_to_use=1234", "kvd serve --cpu-bytes"]),
         ({"eviction_policy": "lru"}, ["eviction_policy", "kvd serve --policy"]),
         ({"store_threshold": 2}, ["store_threshold=2", "kvd serve --reuse-threshold"]),
@@ -159,10 +150,9 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     for role in KVConnectorRole:
         connector(tmp_path, role, extra=extra, hash_algorithm=algorithm).shutdown()
     lines = [record.getMessage() for record in caplog.records if "kvd" in record.name]
-    wanted = [*warned, f"no daemon answers in {runtime_dir}"]
-    assert len(lines) == len(wanted)
+    expected = [*warned, f"no daemon answers in {runtime_dir}"]
     assert all(line.startswith("kvd: ") for line in lines)
-    assert all(words in line for words, line in zip(wanted, lines, strict=True))
+    assert all(words in line for words, line in zip(expected, lines, strict=True))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -186,88 +176,50 @@ def test_what_the_documents_give_is_three_keys_and_options_that_exist(document: 
 # ----------------------------------------------------- the layout that vLLM is asked for
 
 
-def unresolved(folder: Path, **extra: Any) -> VllmConfig:
+def unresolved(folder: Path) -> VllmConfig:
     """An engine's configuration before vLLM has decided about the layout."""
-    config = engine_config(folder, extra)
+    config = engine_config(folder)
     config.cache_config.kv_cache_layout = None
     config.cache_config.user_specified_block_size = False
     return config
 
 
-def test_an_unknown_layout_ends_the_start_with_the_known_ones(tmp_path: Path) -> None:
-    """One sentence names the value and what is possible, before vLLM makes a KV cache."""
-    config = unresolved(tmp_path, kv_layout="HND")
-    with pytest.raises(OptionsError, match="kv_layout='HND' is no layout of vLLM's") as refused:
-        KvdConnector.get_required_kvcache_layout(config)
-    assert all(name in str(refused.value) for name in KV_LAYOUTS)
-
-
-def model(**fields: Any) -> Callable[[VllmConfig, pytest.MonkeyPatch], None]:
-    """A model of which this is so."""
-
-    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
-        for name, value in fields.items():
-            patch.setattr(type(config.model_config), name, value)
-
-    return change
-
-
-def cache_config(**fields: Any) -> Callable[[VllmConfig, pytest.MonkeyPatch], None]:
-    """Settings of vLLM's cache."""
-
-    def change(config: VllmConfig, _: pytest.MonkeyPatch) -> None:
-        for name, value in fields.items():
-            setattr(config.cache_config, name, value)
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("change", "asked"),
+    ("model", "cache", "requested"),
     [
-        (model(), "BLHNC"),
+        ({}, {}, "BLHNC"),
         # Blocks that may have to be split into kernel blocks, which vLLM cannot cut from a row.
-        (cache_config(block_size=128, user_specified_block_size=True), None),
-        (cache_config(block_size=64, user_specified_block_size=True), "BLHNC"),
-        (cache_config(block_size=128), "BLHNC"),
+        ({}, {"block_size": 128, "user_specified_block_size": True}, None),
+        ({}, {"block_size": 64, "user_specified_block_size": True}, "BLHNC"),
+        ({}, {"block_size": 128}, "BLHNC"),
         # Recurrent states, latents, layers of several types.
-        (model(is_hybrid=True), None),
-        (model(use_mla=True), None),
-        (cache_config(kv_cache_dtype_skip_layers=["0"]), None),
+        ({"is_hybrid": True}, {}, None),
+        ({"use_mla": True}, {}, None),
+        ({}, {"kv_cache_dtype_skip_layers": ["0"]}, None),
     ],
 )
-def test_a_block_of_all_layers_is_asked_for_where_vllm_can_make_it(
+def test_a_block_of_all_layers_is_requested_where_vllm_can_make_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[VllmConfig, pytest.MonkeyPatch], None],
-    asked: str | None,
+    model: dict[str, Any],
+    cache: dict[str, Any],
+    requested: str | None,
 ) -> None:
     """An explicit wish is passed on in any case, also that for none."""
     config = unresolved(tmp_path)
-    change(config, monkeypatch)
-    assert KvdConnector.get_required_kvcache_layout(config) == asked
+    for name, value in model.items():
+        monkeypatch.setattr(type(config.model_config), name, value)
+    for name, value in cache.items():
+        setattr(config.cache_config, name, value)
     extra = config.kv_transfer_config.kv_connector_extra_config
-    for wish, passed in (("auto", asked), ("LBNHC", "LBNHC"), ("none", None)):
+    assert KvdConnector.get_required_kvcache_layout(config) == requested
+    for wish, passed_on in (("auto", requested), ("LBNHC", "LBNHC"), ("none", None)):
         extra["kv_layout"] = wish
-        assert KvdConnector.get_required_kvcache_layout(config) == passed
+        assert KvdConnector.get_required_kvcache_layout(config) == passed_on
 
 
 @pytest.mark.parametrize(
-    ("backend", "taken"),
-    [(FlashAttentionBackend, "BLHNC"), (CPUAttentionBackend, "LBHNC")],
-    ids=["any layout", "the CPU's"],
-)
-def test_vllm_takes_the_wish_where_its_backends_can(
-    tmp_path: Path, backend: type[Any], taken: str
-) -> None:
-    """Its own resolution asks the connector by its configuration, and drops what cannot be."""
-    config = unresolved(tmp_path)
-    names = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
-    assert resolve_kv_cache_layout(config, [names]).name == taken
-
-
-@pytest.mark.parametrize(
-    ("taken", "wanted", "backends", "said"),
+    ("taken", "requested", "backends", "remedy"),
     [
         ("LBNHC", None, [], "slow: set kv_layout=BLHNC in kv_connector_extra_config"),
         ("LBHNC", "BLHNC", ["X"], "backend X cannot use it; .*slow: choose one that can"),
@@ -276,90 +228,79 @@ def test_vllm_takes_the_wish_where_its_backends_can(
     ],
 )
 def test_small_fragments_come_with_a_remedy(
-    taken: str, wanted: str | None, backends: list[str], said: str
+    taken: str, requested: str | None, backends: list[str], remedy: str
 ) -> None:
     """Which option to set, which backend, or larger blocks; none in host memory."""
     page = 8 * 1024
     tensors = tuple(TensorSpec(0, 2 * layer * page, page, page) for layer in range(4))
     group = GroupSpec(tuple(TensorRef(layer, page) for layer in range(4)), 16)
     layout = RankLayout(2, 1, 16, (8 * page,), tensors, (group,))
-    line = layout_line(layout, taken, wanted, backends, host=False)
+    line = layout_line(layout, taken, requested, backends, host=False)
     assert line.startswith(f"KV cache layout {taken}: fragments of 8 KiB, 4 a block")
-    assert re.search(said, line)
-    assert "slow" not in layout_line(layout, taken, wanted, backends, host=True)
+    assert re.search(remedy, line)
+    assert "slow" not in layout_line(layout, taken, requested, backends, host=True)
 
 
 # ------------------------------------------------------------ which engines share chunks
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache on this machine, empty."""
-    folder = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    return folder
-
-
-def move(cache: Path, commit: str, revision: str = "main") -> None:
-    """The hub's model is now at this commit, and was fetched."""
-    ref = cache / "models--org--name" / "refs" / revision
+def move(place: Path, commit: str, revision: str) -> None:
+    """The hub's model is now at this commit, and was fetched to this place."""
+    ref = place / "models--org--name" / "refs" / revision
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(commit)
 
 
-def of_hub_model(
-    folder: Path, revision: str | None = None, download_dir: Path | None = None
-) -> Fingerprint:
-    """The identity of an engine with a model of the hub's."""
-    vllm_config, _, config = configured(folder)
-    vllm_config.model_config.model = HUB_MODEL
-    vllm_config.model_config.revision = revision
-    vllm_config.load_config.download_dir = download_dir and str(download_dir)
-    return fingerprint(config, vllm_config, "")
-
-
 @pytest.mark.parametrize(
-    ("revision", "moved", "changes"),
+    ("revision", "place", "moved", "changes"),
     [
-        (None, ("hub", "main"), True),
-        ("refs/pr/7", ("hub", "refs/pr/7"), True),
-        ("refs/pr/7", ("hub", "main"), False),
-        (None, ("weights", "main"), True),  # the weights' folder, download_dir
+        (None, "hub", "main", True),
+        ("refs/pr/7", "hub", "refs/pr/7", True),
+        ("refs/pr/7", "hub", "main", False),
+        (None, "weights", "main", True),  # the weights' folder, download_dir
     ],
 )
 def test_another_commit_of_a_hubs_model_is_another_model(
-    tmp_path: Path, cache: Path, revision: str | None, moved: tuple[str, str], changes: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str | None,
+    place: str,
+    moved: str,
+    changes: bool,
 ) -> None:
     """The same name at a later commit has other weights; other names' commits change nothing."""
-    weights = tmp_path / "weights"
-    for folder in (cache, weights):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for folder in ("hub", "weights"):
         for name in ("main", "refs/pr/7"):
-            move(folder, "a" * 40, name)
-    before = of_hub_model(tmp_path, revision, weights)
-    place, name = moved
-    move(tmp_path / place, "b" * 40, name)
-    assert (of_hub_model(tmp_path, revision, weights) != before) is changes
-    move(tmp_path / place, "a" * 40, name)
-    assert of_hub_model(tmp_path, revision, weights) == before
+            move(tmp_path / folder, "a" * 40, name)
+    vllm_config, _, config = configured(tmp_path)
+    vllm_config.model_config.model = HUB_MODEL
+    vllm_config.model_config.revision = revision
+    vllm_config.load_config.download_dir = str(tmp_path / "weights")
+    before = fingerprint(config, vllm_config, "")
+    move(tmp_path / place, "b" * 40, moved)
+    assert (fingerprint(config, vllm_config, "") != before) is changes
+    move(tmp_path / place, "a" * 40, moved)
+    assert fingerprint(config, vllm_config, "") == before
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("place", "value"),
     [
-        lambda config: setattr(config.model_config.hf_config, "rope_theta", 7.0),
-        lambda config: setattr(config.model_config, "quantization", "fp8"),
-        lambda config: setattr(config.model_config, "dtype", torch.float32),
-        lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
-        lambda config: setattr(config.load_config, "load_format", "dummy"),
+        ("model_config.hf_config.rope_theta", 7.0),
+        ("model_config.quantization", "fp8"),
+        ("model_config.dtype", torch.float32),
+        ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+        ("load_config.load_format", "dummy"),  # random weights
     ],
-    ids=["architecture", "quantization", "dtype", "hashes", "random weights"],
 )
 def test_engines_that_compute_otherwise_share_nothing(
-    tmp_path: Path, change: Callable[[Any], None]
+    tmp_path: Path, place: str, value: object
 ) -> None:
     """Whatever the KV's bytes or the keys depend on is in the identity; so is the label."""
     vllm_config, _, config = configured(tmp_path)
     before = fingerprint(config, vllm_config, "")
     assert fingerprint(config, vllm_config, "label") != before
-    change(vllm_config)
+    holder, _, name = place.rpartition(".")
+    setattr(attrgetter(holder)(vllm_config), name, value)
     assert fingerprint(config, vllm_config, "") != before

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -27,8 +24,8 @@ from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 from docs import generate_models
 from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
-from kvd_client.vllm.layout import SMALL_FRAGMENT, share_caches
-from tests.vllm.configs import allocated, engine_config
+from kvd_client.vllm.layout import SMALL_FRAGMENT
+from tests.vllm.configs import allocated, engine_config, placed, registered
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
 ARCHITECTURES = {"qwen3_next": "Qwen3NextForCausalLM", "nemotron_h": "NemotronHForCausalLM"}
@@ -83,28 +80,19 @@ def with_states(
 ) -> tuple[VllmConfig, dict[str, KVCacheSpec]]:
     """A configuration of an engine with such a model, and what its layers say of their caches."""
     architecture = ARCHITECTURES[model["config"]["model_type"]]
-    (folder / "config.json").write_text(
-        json.dumps(model["config"] | {"architectures": [architecture]})
-    )
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True),
-        cache_config=CacheConfig(block_size=model["block_size"]),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=ranks, distributed_executor_backend="mp"
-        ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KvdConnector",
-            kv_connector_module_path="kvd_client.vllm",
-            kv_role="kv_both",
-        ),
+    config = engine_config(
+        folder,
+        model=model["config"] | {"architectures": [architecture]},
+        tensor_parallel=ranks,
+        block_size=model["block_size"],
     )
     cache = config.cache_config
     if "mamba_ssm_cache_dtype" not in model["config"]:
         cache.mamba_ssm_cache_dtype = "auto"  # a CPU's platform has set its own
     align = Platform._align_hybrid_block_size  # the rule itself is asked
     align.__func__(Gpus, config, Backend)
-    found = read_model(model["config"])
-    assert found.states is not None
+    planned = read_model(model["config"])
+    assert planned.states is not None
     cls, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
     state = MambaSpec(
         block_size=cache.mamba_block_size,
@@ -113,44 +101,33 @@ def with_states(
         page_size_padded=cache.mamba_page_size_padded,
         mamba_cache_mode=cache.mamba_cache_mode,
     )
-    specs = attention_specs(found, ranks, cache.block_size)
-    return config, specs | {f"state.{index}": state for index in range(found.states.layers)}
+    specs = attention_specs(planned, ranks, cache.block_size)
+    return config, specs | {f"state.{index}": state for index in range(planned.states.layers)}
 
 
-def placed(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """The KV cache as vLLM groups and places it."""
-    config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
-    groups = get_kv_cache_groups(config, specs)
-    return get_kv_cache_config_from_groups(config, groups, available_memory=0)
-
-
-def registered(config: VllmConfig, cache: KVCacheConfig) -> list[list[int]]:
-    """Bytes of a block's fragments, for each group, as a rank registers them."""
-    offloading = build_offloading_config(config, cache)
-    shared, layout = share_caches(allocated(config, cache), offloading, cache)
-    shared.close()
-    return [[ref.page_bytes for ref in group.refs] for group in layout.groups]
-
-
-def check(model: dict[str, Any], ranks: int, config: VllmConfig, cache: KVCacheConfig) -> None:
+def check(
+    model: dict[str, Any], ranks: int, config: VllmConfig, specs: dict[str, KVCacheSpec]
+) -> None:
     """Compare groups, pages and fragments with those of the plan."""
     plan = generate_models.planned(model, ranks)
-    layout = config.cache_config.get_resolved_kv_cache_layout().name
-    found = [
+    layout_name = config.cache_config.get_resolved_kv_cache_layout().name
+    _, cache, offloading = placed(config, specs, NUM_BLOCKS)
+    layout = registered(allocated(config, cache), offloading, cache)
+    of_vllm = [
         (
             len(group.layer_names),
             group.kv_cache_spec.block_size,
             group.kv_cache_spec.page_size_bytes,
-            fragments,
+            [ref.page_bytes for ref in fragments.refs],
         )
-        for group, fragments in zip(cache.kv_cache_groups, registered(config, cache), strict=True)
+        for group, fragments in zip(cache.kv_cache_groups, layout.groups, strict=True)
     ]
-    told = [
+    of_the_plan = [
         (group.layers, plan.block_size, group.page_bytes, [item.nbytes] * item.per_block)
         for group in plan.groups
-        for item in [group.fragments[layout]]
+        for item in [group.fragments[layout_name]]
     ]
-    assert sorted(found) == sorted(told)
+    assert sorted(of_vllm) == sorted(of_the_plan)
 
 
 @pytest.mark.parametrize("layout", [*PAGES, *BLOCKS, *HEADS_OUTSIDE])
@@ -162,7 +139,7 @@ def test_groups_and_fragments_are_those_of_vllm(
     config = engine_config(tmp_path, layout=layout)
     for ranks in model["tensor_parallel"]:
         specs = attention_specs(read_model(model["config"]), ranks, model["block_size"])
-        check(model, ranks, config, placed(config, specs))
+        check(model, ranks, config, specs)
 
 
 @pytest.mark.parametrize("model", WITH_STATES, ids=[model["name"] for model in WITH_STATES])
@@ -172,7 +149,7 @@ def test_states_and_blocks_are_those_of_vllm(model: dict[str, Any], tmp_path: Pa
         config, specs = with_states(model, ranks, tmp_path)
         for layout in ("LBHNC", "BLHNC"):
             config.cache_config.kv_cache_layout = layout
-            check(model, ranks, config, placed(config, specs))
+            check(model, ranks, config, specs)
 
 
 def test_the_layouts_are_those_that_vllm_has() -> None:

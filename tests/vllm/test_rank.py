@@ -1,6 +1,5 @@
 """A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
     TransferStats,
 )
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
 from kvd_client.vllm import KvdOffloadingWorker, VllmOptions
@@ -31,16 +30,21 @@ OPTIONS = VllmOptions(load_timeout=3.0, preemption_timeout=2.0)
 
 @dataclass
 class FakeWorker:
-    """A `Worker` whose lane is the test."""
+    """A `Worker` whose lane is the test.
 
-    submitted: list[tuple[str, int, list[int], list[int], list[int]]] = field(default_factory=list)
+    Attributes:
+        submitted: numbers of jobs.
+        afters: what each job is to wait for.
+        ended: results that the next `get_finished` returns.
+        refusal: why jobs are refused; "cuda": the device is lost.
+    """
+
+    submitted: list[int] = field(default_factory=list)
+    afters: list[int | None] = field(default_factory=list)
     ended: list[JobResult] = field(default_factory=list)
     waits: list[tuple[set[int], float]] = field(default_factory=list)
-    cancels: list[list[int]] = field(default_factory=list)
     refusal: str = ""
-    has_lane: bool = True
     device: str = "host"
-    afters: list[int | None] = field(default_factory=list)
 
     @property
     def timeline(self) -> "FakeWorker":
@@ -53,37 +57,29 @@ class FakeWorker:
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
         return 1000 + stream
 
-    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> bool:
+    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> None:
         """See Worker."""
+        del kind
         self.afters.append(after)
         if self.refusal:
             raise UsageError(self.refusal)
-        ids, slots = blocks.block_ids.numpy().tolist(), blocks.slots.numpy().tolist()
-        assert len(slots) == len(blocks.generations)
-        assert sum(blocks.sizes) == len(ids)
-        self.submitted.append((kind.__name__.lower(), job_id, ids, blocks.indices, slots))
-        if not self.has_lane:
-            self.end(job_id, success=False)
-        return self.has_lane
+        assert len(blocks.slots) == len(blocks.generations)
+        assert sum(blocks.sizes) == len(blocks.block_ids)
+        self.submitted.append(job_id)
 
-    def end(self, job_id: int, *, success: bool = True) -> None:
-        """The lane has ended this job."""
-        status = JobStatus.OK if success else JobStatus.FAILED
-        self.ended.append(JobResult(job_id, status, 4096, 0.5, "" if success else "lost"))
+    def end(self, *job_ids: int, success: bool = True) -> None:
+        """The lane has ended these jobs."""
+        status, text = (JobStatus.OK, "") if success else (JobStatus.FAILED, "lost")
+        self.ended += [JobResult(job_id, status, 4096, 0.5, text) for job_id in job_ids]
 
     def get_finished(self) -> list[JobResult]:
         """See Worker."""
         ended, self.ended = self.ended, []
         return ended
 
-    def wait(self, job_ids: Collection[int], timeout: float) -> frozenset[int]:
+    def wait(self, job_ids: Collection[int], timeout: float) -> None:
         """See Worker."""
         self.waits.append((set(job_ids), timeout))
-        return frozenset()
-
-    def cancel(self, job_ids: Collection[int]) -> None:
-        """See Worker."""
-        self.cancels.append(sorted(job_ids))
 
 
 @pytest.fixture
@@ -116,9 +112,9 @@ def chunks(*counts: int) -> ChunkLoadStoreSpec:
     )
 
 
-def blocks(size: int = 2 * FACTOR, index: int = 0, *, first: int = 1) -> GPULoadStoreSpec:
-    """So many blocks of group 0 from this index on."""
-    return GPULoadStoreSpec(list(range(first, first + size)), (size,), (index,))
+def blocks(first: int = 1) -> GPULoadStoreSpec:
+    """The blocks of two chunks of group 0, from this one on."""
+    return GPULoadStoreSpec(list(range(first, first + 2 * FACTOR)), (2 * FACTOR,), (0,))
 
 
 def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
@@ -126,28 +122,6 @@ def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
     ended = rank.get_finished()
     assert len({result.job_id for result in ended}) == len(ended)
     return {result.job_id: result.success for result in ended}
-
-
-def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
-    """Arrays reach the worker as they are; bytes and seconds come back with a success.
-
-    On the CPU nothing is still running: no number of the timeline is waited for.
-    """
-    assert rank.submit_store(1, blocks(7, 1), chunks(2))
-    assert rank.submit_load(2, chunks(2), blocks(8, 4, first=20))
-    assert lane.submitted == [
-        ("store", 1, [1, 2, 3, 4, 5, 6, 7], [1], [0, 1]),
-        ("load", 2, [20, 21, 22, 23, 24, 25, 26, 27], [4], [0, 1]),
-    ]
-    assert lane.afters == [None, None]
-    assert not rank.get_finished()
-    lane.end(2)
-    lane.end(1, success=False)
-    assert rank.get_finished() == [
-        TransferResult(2, success=True, transfer_size=4096, transfer_time=0.5),
-        TransferResult(1, success=False),
-    ]
-    assert not rank.get_finished()
 
 
 def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
@@ -195,55 +169,20 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
     rank: KvdOffloadingWorker, lane: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many jobs fail for it, in however many steps; stores and loads have a line each."""
-    lane.has_lane = False
-    number = itertools.count(1)
-    for _ in range(3):
-        for _ in range(2):
-            rank.submit_store(next(number), blocks(), chunks(2))
-        rank.submit_load(next(number), chunks(2), blocks())
+    lines = [f"kvd: a {kind} failed and is a cache miss: lost" for kind in ("store", "load")]
+    for number in range(0, 9, 3):
+        rank.submit_store(number, blocks(), chunks(2))
+        rank.submit_store(number + 1, blocks(), chunks(2))
+        rank.submit_load(number + 2, chunks(2), blocks())
+        lane.end(number, number + 1, number + 2, success=False)
         assert set(outcomes(rank).values()) == {False}
-    assert [record.message for record in caplog.records] == [
-        "kvd: a store failed and is a cache miss: lost",
-        "kvd: a load failed and is a cache miss: lost",
-    ]
+    assert [record.message for record in caplog.records] == lines
     caplog.clear()
-    lane.has_lane = True
-    for success in (True, False, False):
-        rank.submit_load(next(number), chunks(2), blocks())
-        lane.end(lane.submitted[-1][1], success=success)
-        outcomes(rank)
-    assert [record.message for record in caplog.records] == [
-        "kvd: a load failed and is a cache miss: lost"
-    ]
-
-
-def test_a_late_load_is_stopped_once_and_reported_when_it_has_ended(
-    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its blocks are not given back while something may write to them."""
-    clock = SimpleNamespace(now=100.0)
-    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
-    monkeypatch.setattr("kvd_client.vllm.worker.time", fake_time)
-    rank.submit_load(1, chunks(2), blocks())
-    rank.submit_store(2, blocks(), chunks(2))
-    clock.now += OPTIONS.load_timeout / 2
-    rank.submit_load(3, chunks(2), blocks())
-    assert not outcomes(rank)
-    assert not lane.cancels
-    clock.now += OPTIONS.load_timeout / 2
-    for _ in range(3):
-        assert not outcomes(rank)
-    assert lane.cancels == [[1]]
-    clock.now += OPTIONS.load_timeout
-    assert not outcomes(rank)
-    assert lane.cancels == [[1], [3]]
-    lane.end(3, success=False)
-    lane.end(1)  # it had ended before it was stopped
-    lane.end(2)
-    assert outcomes(rank) == {3: False, 1: True, 2: True}
-    clock.now += 10 * OPTIONS.load_timeout
-    assert not outcomes(rank)
-    assert lane.cancels == [[1], [3]]
+    for number, success in ((10, True), (11, False), (12, False)):
+        rank.submit_load(number, chunks(2), blocks())
+        lane.end(number, success=success)
+        assert outcomes(rank) == {number: success}
+    assert [record.message for record in caplog.records] == lines[1:]
 
 
 def test_waiting_never_waits_for_loads(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
@@ -281,20 +220,17 @@ def test_stores_with_holes_are_not_done(
     """
     factor, groups, starts = tables
     sizes, indices, whole = [], [], True
-    for group, start in zip(groups, starts, strict=True):
-        there = [block for chunk in group for block in chunk]
-        held = [position for position, block in enumerate(there) if block]
-        sizes.append(len(held))
-        indices.append(start * factor + held[0] if held else 0)
-        if there:
-            whole &= bool(held) and held[0] < factor and all(there[held[0] :])
+    for chunks_of_group, start in zip(groups, starts, strict=True):
+        is_there = [block for chunk in chunks_of_group for block in chunk]
+        positions = [position for position, present in enumerate(is_there) if present]
+        sizes.append(len(positions))
+        indices.append(start * factor + positions[0] if positions else 0)
+        if is_there:
+            whole &= bool(positions) and positions[0] < factor and all(is_there[positions[0] :])
     lane = FakeWorker()
     rank = offloading(lane, tuple(range(0, 2 * len(groups), 2)), factor)
-    rank.submit_store(
-        1,
-        GPULoadStoreSpec(list(range(1, sum(sizes) + 1)), sizes, indices),
-        chunks(*map(len, groups)),
-    )
+    listed = GPULoadStoreSpec(list(range(1, sum(sizes) + 1)), sizes, indices)
+    rank.submit_store(1, listed, chunks(*map(len, groups)))
     assert bool(lane.submitted) is whole
     assert outcomes(rank) == ({} if whole else {1: False})
 
@@ -302,28 +238,25 @@ def test_stores_with_holes_are_not_done(
 # -------------------------------------------------------- what ranks report
 
 
-@pytest.fixture
-def half(rank: KvdOffloadingWorker) -> KvdConnectorWorker:
-    """A connector's half with two loads and two stores under way."""
-    config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0))
-    spec: Any = SimpleNamespace(replicated_layout=False, config=config)
-    half = KvdConnectorWorker(spec, None, None)
+def half_of(*, replicated: bool = False) -> KvdConnectorWorker:
+    """A connector's half, in the second rank where all ranks hold the same."""
+    config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=int(replicated)))
+    spec: Any = SimpleNamespace(replicated_layout=replicated, config=config)
+    return KvdConnectorWorker(spec, None, None)
+
+
+def test_failed_jobs_are_reported(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """A request whose load failed is finished and failed; a store's failure is in the report."""
+    half = half_of()
     half.worker = rank
-    loads = {n: TransferJob(f"request-{n}", chunks(2), blocks(first=n * 10)) for n in (1, 2)}
-    stores = {n: TransferJob(f"request-{n}", blocks(first=n * 10), chunks(2)) for n in (3, 4)}
+    loads = {n: TransferJob(f"request-{n}", chunks(2), blocks(n * 10)) for n in (1, 2)}
+    stores = {n: TransferJob(f"request-{n}", blocks(n * 10), chunks(2)) for n in (3, 4)}
     half.start_kv_transfers(OffloadingConnectorMetadata(loads, {}))
     half.prepare_store_kv(OffloadingConnectorMetadata({}, stores))
     half.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-    return half
-
-
-def test_failed_jobs_are_reported(half: KvdConnectorWorker, lane: FakeWorker) -> None:
-    """A request whose load failed is finished and failed; a store's failure is in the report."""
     assert half.build_connector_worker_meta() is None
-    lane.end(1, success=False)
-    lane.end(2)
-    lane.end(3, success=False)
-    lane.end(4)
+    lane.end(1, 3, success=False)
+    lane.end(2, 4)
     results = half.get_transfer_results()
     assert results.finished_recving == {"request-1", "request-2"}
     assert results.failed_recving == {"request-1"}
@@ -334,3 +267,13 @@ def test_failed_jobs_are_reported(half: KvdConnectorWorker, lane: FakeWorker) ->
     )
     assert not half.get_transfer_results().finished_recving
     assert half.build_connector_worker_meta() is None
+
+
+def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
+    """Where all ranks hold the same, vLLM enters them into the report that kvd gives it."""
+    half = half_of(replicated=True)
+    job = TransferJob("request", blocks(), chunks(2))
+    half.prepare_store_kv(OffloadingConnectorMetadata({}, {5: job}))
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    assert report.completed_jobs == {5: 1}

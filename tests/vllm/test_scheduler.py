@@ -1,18 +1,20 @@
 """vLLM's half of the connector in the scheduler: stores, refusals, reports of requests."""
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvd_client import Label
 from kvd_client.vllm import metrics
+from kvd_client.vllm.promotions import SAMPLES
 from tests.vllm.configs import BLOCK, window
-from tests.vllm.stepping import Lender, Stepping
+from tests.vllm.stepping import WAITS, Lender, Stepping, hits
 
 
 @pytest.fixture
@@ -33,48 +35,70 @@ def windowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) ->
     return Stepping(tmp_path, monkeypatch, lender, window(["c", "d"]))
 
 
-def blocks_of(stepping: Stepping, jobs: dict[int, object]) -> list[int]:
+def blocks_of(stepping: Stepping, jobs: Iterable[int]) -> list[int]:
     """The blocks that these stores read, in order."""
     return [int(block) for number in jobs for block in stepping.jobs[number].src_spec.block_ids]
-
-
-def counted(stepping: Stepping) -> dict[str, float]:
-    """The manager's statistics since the last time."""
-    figures: dict[str, float] = stepping.manager.get_stats().reduce()
-    return figures
-
-
-def keys_of(stepping: Stepping, name: str, group: int = 0) -> list[bytes]:
-    """The keys of a running request's chunks."""
-    state = stepping.half._req_status[name].group_states[group]
-    return list(state.offload_keys)
-
-
-def run(stepping: Stepping, name: str, tokens: int) -> None:
-    """Compute so many tokens of the request in one step, which ends then."""
-    jobs = stepping.step(**{name: tokens})
-    stepping.finish(name)
-    stepping.step()
-    stepping.report(jobs)
 
 
 # ------------------------------------------------------------------- stores
 
 
-def test_what_was_stored_is_offered_again_after_a_failed_load(
+def test_a_request_whose_load_failed_stores_again_and_loads_no_more(
     stepping: Stepping, lender: Lender
 ) -> None:
-    """All of it; and not twice without one."""
-    stepping.add("request", 3)
-    jobs = stepping.step(request=3 * BLOCK)
-    (offered,) = lender.offered
-    assert len(offered) == 3
-    stepping.report(jobs)
-    assert not stepping.step(request=1)
-    stepping.half.update_connector_output(KVConnectorOutput(failed_recving={"request", "gone"}))
+    """All its chunks are offered again, once, and its lookups miss; others' lookups do not."""
+    request = stepping.come("failed", 4)
+    keys = stepping.keys("failed")
+    lender.present = set(keys[:3])
+    lender.evicted = {keys[1]}
+    assert stepping.admit("failed", 0, [1, 2, 3]) == 3 * BLOCK
+    stepping.step()
+    (load,) = stepping.jobs.values()
+    assert (load.src_spec.missing, len(load.src_spec.slots)) == (1, 0)
+    assert [ticket.keys for ticket in lender.unpinned] == [(keys[0], keys[2])]
+    stepping.report(stepping.jobs, failed_loads=["failed", "gone"])
+    assert stepping.statistics()[metrics.LOAD_FAILURES] == 1
+    assert stepping.ask("failed") == hits(0)
     lender.present.clear()
-    assert stepping.step(request=1)
-    assert lender.offered == [offered, offered]
+    stepping.new.append(NewRequestData.from_request(request, ([1, 2, 3, 4],)))
+    stepping.report(stepping.step(failed=3 * BLOCK))
+    assert not stepping.step(failed=1)
+    assert lender.offered == [tuple(keys[:3])]
+    stepping.finish("failed")
+    stepping.step()
+    stepping.come("failed", 4)
+    lender.present.update(stepping.keys("failed"))
+    assert stepping.ask("failed") == hits(4)
+
+
+def test_a_store_that_a_rank_calls_failed_is_given_up(stepping: Stepping, lender: Lender) -> None:
+    """It loses its slots and is counted; a later store of the chunks is not."""
+    stepping.add("a", 3)
+    jobs = stepping.step(a=3 * BLOCK)
+    stepping.report(jobs, failed=True)
+    assert sorted(lender.failed) == sorted(stepping.keys("a"))
+    assert stepping.statistics()[metrics.STORE_FAILURES] == 1
+    stepping.half.reset_cache()
+    jobs = stepping.step(a=1)
+    assert blocks_of(stepping, jobs) == [1, 2, 3]
+    stepping.report(jobs)
+    assert len(lender.failed) == 3
+    assert metrics.STORE_FAILURES not in stepping.statistics()
+
+
+def test_a_chunk_that_is_being_stored_is_waited_for_so_long(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """A miss once the request has waited for `pending_timeout`; each request waits anew."""
+    for name in ("a", "b"):
+        stepping.come(name, 2)
+        lender.pending.update(stepping.keys(name))
+    assert stepping.ask("a") == WAITS
+    stepping.now += 0.75
+    assert stepping.ask("a") == WAITS
+    stepping.now += 0.25
+    assert stepping.ask("a") == hits(0)
+    assert stepping.ask("b") == WAITS
 
 
 def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
@@ -98,7 +122,7 @@ def test_a_pool_that_stays_full_is_not_asked_for_ever(stepping: Stepping, lender
     lender.loans = None
     stepping.add("a", 3)
     stepping.add("b", 2)
-    keys = keys_of(stepping, "a")
+    keys = stepping.keys("a")
     stepping.step(a=3 * BLOCK, b=2 * BLOCK)
     stepping.finish("a")
     stepping.step(b=1)
@@ -108,7 +132,7 @@ def test_a_pool_that_stays_full_is_not_asked_for_ever(stepping: Stepping, lender
         assert not stepping.step(b=1)
     assert len(lender.offered) == 2
     assert not stepping.half.has_pending_push_work()
-    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 5
+    assert stepping.statistics()[metrics.CHUNKS_REFUSED] == 5
     assert lender.unstored[:3] == keys
     assert lender.used == [(keys, 3, Label.NONE)]
 
@@ -126,7 +150,7 @@ def test_chunks_whose_blocks_others_have_are_given_up(stepping: Stepping, lender
     jobs = stepping.step(c=1)
     assert blocks_of(stepping, jobs) == [1, 4, 5]
     assert stepping.flushed == set(jobs)
-    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 2
+    assert stepping.statistics()[metrics.CHUNKS_REFUSED] == 2
 
 
 def test_a_chunk_of_several_blocks_is_given_up_as_a_whole(
@@ -187,45 +211,41 @@ def test_every_chunk_is_stored_in_the_end(stepping: Stepping, lender: Lender, se
             break
     stored = sorted(blocks_of(stepping, stepping.jobs))
     assert stored == list(range(1, stepping.next_block))
-    assert metrics.CHUNKS_REFUSED not in counted(stepping)
+    assert metrics.CHUNKS_REFUSED not in stepping.statistics()
     assert not stepping.half.has_pending_push_work()
 
 
 # ------------------------------------------------------- reports of requests
 
 
+RETAIN = KvHintAction("1", "kv.retain", "1.0", {"ttl_seconds": 30})
+FETCH = KvHintAction("2", "kv.fetch", "1.0", {"block_hashes": [1]})
+
+
 @pytest.mark.parametrize(
-    ("kvd", "label", "counted"),
+    ("fields", "label", "counted"),
     [
-        ({"resume_in_s": 30}, Label.UNDER_60S, (1, 0, 0)),
-        ({"continues": False}, Label.DONE, (1, 0, 0)),
-        ({"continues": "perhaps", "resume_in_s": 1e9}, Label.LATER, (1, 1, 1)),
-        (None, Label.NONE, None),
+        ({"params": {"kvd": {"resume_in_s": 30}}}, Label.UNDER_60S, [(1, 0, 0)]),
+        (
+            {"params": {"kvd": {"continues": "perhaps", "resume_in_s": 1e9}}},
+            *(Label.LATER, [(1, 1, 1)]),
+        ),
+        ({"hints": KvHintsEnvelope("0.1", "m", [FETCH, RETAIN])}, Label.UNDER_60S, [(1, 1, 0)]),
+        ({}, Label.NONE, []),
     ],
 )
 def test_a_requests_label_is_reported_at_its_end(
     stepping: Stepping,
     lender: Lender,
-    kvd: dict[str, Any] | None,
+    fields: dict[str, Any],
     label: Label,
-    counted: tuple[int, int, int] | None,
+    counted: list[tuple[int, int, int]],
 ) -> None:
-    """Its hints are read once, at its begin, and counted."""
-    stepping.add("a", 3, params=kvd and {"kvd": kvd})
-    keys = keys_of(stepping, "a")
-    run(stepping, "a", 3 * BLOCK)
-    assert lender.used == [(keys, 3, label)]
-    assert lender.hints == ([] if counted is None else [counted])
-
-
-def test_vllms_own_envelope_of_hints_is_read(stepping: Stepping, lender: Lender) -> None:
-    """Actions that say when chunks are needed are the label; others are counted."""
-    retain = KvHintAction("1", "kv.retain", "1.0", {"ttl_seconds": 30})
-    fetch = KvHintAction("2", "kv.fetch", "1.0", {"block_hashes": [1]})
-    stepping.add("a", 1, hints=KvHintsEnvelope("0.1", "m", [fetch, retain]))
-    run(stepping, "a", BLOCK)
-    assert [used.label for used in lender.used] == [Label.UNDER_60S]
-    assert lender.hints == [(1, 1, 0)]
+    """Its hints, kvd's own or vLLM's, are read once, when it comes, and counted."""
+    stepping.add("a", 3, **fields)
+    stepping.run("a", 3 * BLOCK)
+    assert lender.used == [(stepping.keys("a"), 3, label)]
+    assert lender.hints == counted
 
 
 def test_a_request_is_reported_once_its_refused_chunks_have_slots(
@@ -234,8 +254,8 @@ def test_a_request_is_reported_once_its_refused_chunks_have_slots(
     """The daemon counts a use of chunks that it holds: the report does not come before them."""
     lender.loans = None
     stepping.add("a", 2)
-    keys = keys_of(stepping, "a")
-    run(stepping, "a", 2 * BLOCK)
+    keys = stepping.keys("a")
+    stepping.run("a", 2 * BLOCK)
     assert not lender.used
     lender.loans = 1
     stepping.step()
@@ -250,7 +270,7 @@ def test_a_request_is_reported_once_its_refused_chunks_have_slots(
 def test_what_neither_cache_has_is_missed_once(stepping: Stepping, lender: Lender) -> None:
     """Without chunks of the engine's own cache, found ones and the answer; not at each lookup."""
     stepping.add("a", 5)
-    keys = keys_of(stepping, "a")
+    keys = stepping.keys("a")
     lender.present = {keys[1]}
     assert not lender.missed
     assert stepping.admit("a", BLOCK, [1, 2, 3, 4, 5]) == BLOCK
@@ -258,9 +278,9 @@ def test_what_neither_cache_has_is_missed_once(stepping: Stepping, lender: Lende
     stepping.report(range(1))
     stepping.admit("a", 2 * BLOCK)  # again, as after a preemption
     assert lender.missed == [keys[2:]]
-    run(stepping, "a", 5 * BLOCK)
+    stepping.run("a", 5 * BLOCK)
     stepping.add("b", 1)
-    lender.present.update(keys_of(stepping, "b"))
+    lender.present.update(stepping.keys("b"))
     stepping.admit("b", 0, [6])
     assert len(lender.missed) == 1
 
@@ -270,11 +290,11 @@ def test_each_missed_token_is_named_by_the_group_of_full_attention(
 ) -> None:
     """With windows beside it, no token is named twice; windows' chunks are reported as offered."""
     windowed.add("a", 6)
-    full, windows = keys_of(windowed, "a"), keys_of(windowed, "a", 1)
+    full, windows = windowed.keys("a"), windowed.keys("a", 1)
     windowed.admit("a", 0)
     assert lender.missed == [full]
     windowed.new[0].block_ids[1][:2] = [0, 0]  # the window has passed these blocks
-    run(windowed, "a", 6 * BLOCK)
+    windowed.run("a", 6 * BLOCK)
     (used,) = lender.used
     offered = {key for offer in lender.offered for key in offer}
     assert set(used.keys) == offered | set(full)
@@ -283,19 +303,52 @@ def test_each_missed_token_is_named_by_the_group_of_full_attention(
     assert used.prompt == len(used.keys)
 
 
-def test_the_measured_speed_of_prefill_is_reported(stepping: Stepping, lender: Lender) -> None:
-    """By the largest steps, which long prompts fill, once a step has ended."""
-    stepping.add("a", 40)
-    stepping.step(a=3)
+# ------------------------------------------------------------ how fast an engine computes
+
+
+def compute(stepping: Stepping, seconds: float, **tokens: int) -> None:
+    """Compute so many tokens of these requests in one step that takes so long."""
+    stepping.step(**tokens)
+    stepping.now += seconds
     stepping.report(())
-    small = lender.prefill_seconds
-    assert small is not None
-    stepping.step(a=30 * BLOCK)
-    stepping.report(())
-    large = lender.prefill_seconds
-    measured = stepping.manager.tier_waits.speed.seconds(30 * BLOCK)
-    assert measured is not None
-    assert large == pytest.approx(measured / (30 * BLOCK))
-    stepping.step(a=3)
-    stepping.report(())
-    assert lender.prefill_seconds == large
+
+
+def test_prompts_are_measured_without_answers_and_idle_time(stepping: Stepping) -> None:
+    """Nothing is known before one was computed; one may be computed in several steps."""
+    speed = stepping.manager.tier_waits.speed
+    stepping.add("answered", 1)
+    assert speed.seconds(1000) is None
+    compute(stepping, 0.016, answered=BLOCK)
+    stepping.add("long", 5 * BLOCK)
+    compute(stepping, 9.0, long=8)  # larger than any later one of its size
+    for number in range(3):
+        stepping.now += 60.0
+        stepping.add(f"new-{number}", 63)
+        tokens = {f"new-{number}": 63 * BLOCK, "long": BLOCK, "answered": 1}
+        compute(stepping, 0.5, **tokens)
+    assert speed.seconds(2048) == 1.0
+
+
+def test_one_slow_step_changes_nothing(stepping: Stepping, lender: Lender) -> None:
+    """The median of the latest ones counts, so that it follows a lasting change."""
+    stepping.add("a", 16 * 64)
+    for seconds in (0.5, 0.5, 9.0, 0.5):
+        compute(stepping, seconds, a=1024)
+    assert stepping.manager.tier_waits.speed.seconds(1024) == 0.5
+    for _ in range(SAMPLES // 2 + 1):
+        compute(stepping, 0.25, a=1024)
+    assert stepping.manager.tier_waits.speed.seconds(1024) == 0.25
+    assert lender.prefill_seconds == 0.25 / 1024
+
+
+def test_small_and_large_steps_are_kept_apart(stepping: Stepping, lender: Lender) -> None:
+    """A prompt goes by the largest steps that are no larger than it; the daemon gets the largest.
+
+    A step has a fixed cost.
+    """
+    stepping.add("a", 100)
+    for tokens, seconds in ((1024, 0.128), (16, 0.016)):
+        compute(stepping, seconds, a=tokens)
+    for tokens, seconds in ((17, 0.017), (600, 0.6), (4096, 0.512), (8, 0.008)):
+        assert stepping.manager.tier_waits.speed.seconds(tokens) == pytest.approx(seconds)
+    assert lender.prefill_seconds == pytest.approx(125e-6)

@@ -13,32 +13,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.config import ModelConfig, VllmConfig
 from vllm.device_allocator.sleep_mode_backend import (
     CuMemBackend,
     SleepModeBackend,
     SleepModeBackendFactory,
 )
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LookupResult,
-    ReqContext,
-    TransferResult,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from kvd_client import Unavailable, UnsupportedMemory, Worker, cuda_driver
-from kvd_client.vllm import (
-    KvdOffloadingManager,
-    KvdOffloadingSpec,
-    KvdOffloadingWorker,
-)
+from kvd_client import UnsupportedMemory, Worker, cuda_driver
+from kvd_client.vllm import KvdOffloadingSpec, KvdOffloadingWorker
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
+from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
 from tests.fakecuda.harness import functions_named
-from tests.vllm.configs import BLOCKS, WholeChunks, allocated, configured, whole
-from tests.vllm.moving import pages
+from tests.vllm.configs import BLOCKS, Engine, allocated, configured, pages, whole
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 FACTOR = 2
@@ -48,13 +39,12 @@ STORE, LOAD = 1, 2
 
 def make_spec(
     folder: Path, runtime_dir: Path, **extra: Any
-) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor]]:
-    """A spec as the connector makes it, and the KV cache that vLLM hands over, by layer."""
+) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor], Engine]:
+    """A spec as the connector makes it, the KV cache by layer, and what both are made of."""
     settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
-    settings |= extra
-    vllm_config, kv_cache_config, config = configured(folder, extra=settings)
+    engine = vllm_config, kv_cache_config, config = configured(folder, extra=settings | extra)
     spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-    return spec, allocated(vllm_config, kv_cache_config)
+    return spec, allocated(vllm_config, kv_cache_config), engine
 
 
 def job(chunks: int, first: int) -> GPULoadStoreSpec:
@@ -72,18 +62,6 @@ def ended(worker: KvdOffloadingWorker, job_id: int) -> bool:
     return bool(result.success)
 
 
-def reported(rank: KvdOffloadingWorker, count: int) -> list[TransferResult]:
-    """The reports of so many jobs, once they are there."""
-    results: list[TransferResult] = []
-
-    def arrived() -> int:
-        results.extend(rank.get_finished())
-        return len(results)
-
-    eventually(arrived, count.__eq__)
-    return results
-
-
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +69,7 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
 
     With required=true the same sentence ends the start.
     """
-    spec, views = make_spec(tmp_path, daemon.runtime_dir)
+    spec, views, _ = make_spec(tmp_path, daemon.runtime_dir)
     whole(views).untyped_storage().share_memory_()
     worker = spec.make_worker(views)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
@@ -117,7 +95,7 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
     and each is reported once.
     """
     driver = install(monkeypatch)
-    spec, views = make_spec(tmp_path, runtime_dir)
+    spec, views, _ = make_spec(tmp_path, runtime_dir)
     slots = ChunkLoadStoreSpec(np.zeros(1, "<u4"), np.ones(1, "<u8"), {0: 1})
     runtime_dir.mkdir()
     names = sorted(functions_named(cuda_driver) | {TORCH})
@@ -136,9 +114,18 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
             rank.submit_store(STORE, job(1, 1), slots)
             rank.submit_load(LOAD, slots, job(1, 1))
             rank.wait({STORE, LOAD})
-            results = reported(rank, 2)
-            assert {result.job_id for result in results} == {STORE, LOAD}
-            failed[name] += sum(not result.success for result in results)
+            outcomes = dict[int, bool]()
+
+            def both_ended(
+                rank: KvdOffloadingWorker = rank, outcomes: dict[int, bool] = outcomes
+            ) -> bool:
+                for result in rank.get_finished():
+                    assert result.job_id not in outcomes
+                    outcomes[result.job_id] = result.success
+                return outcomes.keys() == {STORE, LOAD}
+
+            eventually(both_ended)
+            failed[name] += [*outcomes.values()].count(False)
             rank.release_memory()
             rank.restore_memory()
             rank.shutdown()
@@ -148,33 +135,21 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
     assert (refused[TORCH], failed[TORCH]) == (rounds, 4 * rounds)
 
 
-def test_an_absent_daemon_stops_an_engine_that_requires_it(
-    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With required=true the start waits for a daemon, and ends with what to do."""
-    spec, views = make_spec(tmp_path, runtime_dir, required=True)
-    defaults = Worker.register.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
-    with pytest.raises(Unavailable, match="is `kvd serve` running there"):
-        spec.make_worker(views)
-
-
 # ------------------------------------------------------------------- sleep mode
 
 NAME = "noted"
 
 
 class NotedBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM has no types here
-    """A sleep mode that frees nothing; it notes what is asked of it, and whether kvd has let go."""
+    """A sleep mode that frees nothing; it notes its calls, and whether kvd has let go by then."""
 
-    asked: ClassVar[list[tuple[object, ...]]] = []
+    calls: ClassVar[list[tuple[object, ...]]] = []
     worker: ClassVar[Worker | None] = None
 
-    def note(self, *what: object) -> None:
+    def note(self, *call: object) -> None:
         """See the class."""
         assert self.worker is not None
-        self.asked.append((*what, self.worker.registered))
+        self.calls.append((*call, self.worker.registered))
 
     def suspend(self, level: int = 1) -> None:
         """See vLLM."""
@@ -195,15 +170,17 @@ def backends() -> Iterator[None]:
     known = SleepModeBackendFactory._registry
     before = dict(known)
     SleepModeBackendFactory.register_backend(NAME, __name__, NotedBackend.__name__)
-    NotedBackend.asked.clear()
+    NotedBackend.calls.clear()
     yield
     known.clear()
     known.update(before)
 
 
-def sleeping(spec: Any, name: str = NAME, *, sleep: bool = True, cumem: bool = True) -> Any:
-    """The configuration of the spec's engine, with this sleep mode."""
-    config = spec._vllm_config.model_config
+def sleeping(
+    vllm_config: VllmConfig, name: str = NAME, *, sleep: bool = True, cumem: bool = True
+) -> ModelConfig:
+    """The engine's model configuration, with this sleep mode."""
+    config = vllm_config.model_config
     config.enable_sleep_mode, config.enable_cumem_allocator = sleep, cumem
     config.sleep_mode_backend = name
     return config
@@ -213,12 +190,13 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     tmp_path: Path, daemon: Daemon
 ) -> None:
     """The memory is let go of before it is freed and registered when it is back, not before."""
-    spec, views = make_spec(tmp_path, daemon.runtime_dir, required=True)
-    config = sleeping(spec)
-    manager, rank = spec.get_manager(), spec.make_worker(views)
-    assert isinstance(manager, KvdOffloadingManager)
+    spec, views, (vllm_config, kv_cache_config, _) = make_spec(
+        tmp_path, daemon.runtime_dir, required=True
+    )
+    config = sleeping(vllm_config)
+    manager = KvdConnectorScheduler(spec, vllm_config, kv_cache_config).manager
+    rank = spec.make_worker(views)
     assert rank.worker is not None
-    manager.ranges = WholeChunks(FACTOR)
     NotedBackend.worker = rank.worker
     backend = SleepModeBackendFactory.create_backend(config)
     try:
@@ -249,7 +227,7 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
             step()
             registered.append(rank.worker.registered)
         assert registered == [False, True, True, False, True, True]
-        assert NotedBackend.asked == [
+        assert NotedBackend.calls == [
             ("suspend", 2, False),
             ("resume", ["weights"], False),
             ("resume", ["kv_cache"], False),
@@ -289,7 +267,7 @@ def break_down(_: object) -> NoReturn:
 
 
 @pytest.mark.parametrize(
-    ("unregister", "register", "said"),
+    ("unregister", "register", "lines"),
     [
         (late, refuse, ["did not let go of the KV cache", "daemon cannot map; the engine runs"]),
         (
@@ -305,11 +283,11 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     caplog: pytest.LogCaptureFixture,
     unregister: Any,
     register: Any,
-    said: list[str],
+    lines: list[str],
 ) -> None:
     """When memory is freed, when it comes back, and when there was none to register."""
-    spec, views = make_spec(tmp_path, runtime_dir)
-    config, rank = sleeping(spec), spec.make_worker(views)
+    spec, views, (vllm_config, *_) = make_spec(tmp_path, runtime_dir)
+    config, rank = sleeping(vllm_config), spec.make_worker(views)
     assert rank.worker is not None
     NotedBackend.worker = worker = rank.worker
     backend = SleepModeBackendFactory.create_backend(config)
@@ -323,27 +301,26 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     rank.worker = None  # as where the first registration was refused
     backend.suspend()
     backend.resume()
-    lines = [line.getMessage() for line in caplog.records]
-    assert len(lines) == len(said)
-    assert all(words in line for words, line in zip(said, lines, strict=True))
+    logged = [record.getMessage() for record in caplog.records]
+    assert all(words in line for words, line in zip(lines, logged, strict=True))
     worker.close()
 
 
 @pytest.mark.parametrize(
-    ("sleep", "cumem", "told"), [(True, True, True), (False, True, True), (False, False, False)]
+    ("sleep", "cumem", "notified"), [(True, True, True), (False, True, True), (False, False, False)]
 )
 def test_vllms_own_backend_is_told_where_memory_can_be_freed(
-    tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, told: bool
+    tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, notified: bool
 ) -> None:
     """It is the same backend otherwise, under the same name, once for however many engines."""
-    spec, views = make_spec(tmp_path, runtime_dir)
-    config = sleeping(spec, "cumem", sleep=sleep, cumem=cumem)
+    spec, views, (vllm_config, *_) = make_spec(tmp_path, runtime_dir)
+    config = sleeping(vllm_config, "cumem", sleep=sleep, cumem=cumem)
     kinds = []
     for _ in range(2):
         spec.make_worker(views).shutdown()
         kinds.append(type(SleepModeBackendFactory.create_backend(config)))
     assert kinds[0] is kinds[1]
-    assert (kinds[0] is CuMemBackend) is not told
+    assert (kinds[0] is CuMemBackend) is not notified
     assert issubclass(kinds[0], CuMemBackend)
     assert kinds[0].preserves_communicators()
     assert sys.modules[kinds[0].__module__] is sys.modules[CuMemBackend.__module__]

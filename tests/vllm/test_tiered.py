@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 
 from kvd_client.vllm.metrics import TIER_WAITS
-from kvd_tools.engine_server import Completion
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
+from tests.engine_answers import TEST_SECONDS, ask_all, check
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     CACHED_TOKENS,
-    TEST_SECONDS,
     References,
     Setting,
     compute_references,
-    far_apart,
     wait_served,
     wait_stored,
     with_kvd,
@@ -72,22 +70,19 @@ class Tiered:
     def tier(self) -> dict[str, Any]:
         """What the daemon says about its tier."""
         (tier,) = self.daemon.status()["tiers"]
-        found: dict[str, Any] = tier
-        return found
+        assert isinstance(tier, dict)
+        return tier
 
-    def ask(self, engine: VllmServer | None = None, **fields: Any) -> list[Completion]:
+    def wait_usable(self, without: int = 0) -> None:
+        """Until the tier is used, by another process than this one."""
+        eventually(self.tier, lambda tier: tier["usable"] and tier["pid"] not in {0, without})
+
+    def ask(self, engine: VllmServer) -> None:
         """All prompts, one by one, on an empty cache of the engine's own; the answers are right."""
-        asked = engine or self.engine
-        asked.reset()
-        answers = []
-        for prompt, expected in zip(self._known.prompts, self._known.cold, strict=True):
-            answers += asked.generate([prompt], **fields)
-            assert not far_apart(answers[-1], expected)
-        return answers
+        engine.reset()
+        check(ask_all(engine, self._known.prompts), self._known.cold)
 
-    def ask_until(
-        self, is_so: Callable[[], object], engine: VllmServer | None = None, **fields: Any
-    ) -> None:
+    def ask_until(self, is_so: Callable[[], object], engine: VllmServer | None = None) -> None:
         """Ask all prompts again and again until this is so.
 
         On a busy machine that may be minutes: an engine waits for a tier only where it takes that
@@ -96,22 +91,20 @@ class Tiered:
         end = time.monotonic() + ASK_SECONDS
         while not is_so():
             assert time.monotonic() < end, self.tier()
-            self.ask(engine, **fields)
+            self.ask(engine or self.engine)
 
     def fill(self) -> None:
         """Store all prompts. The tier has what was not evicted before its turn: most of it."""
         self.ask_until(lambda: wait_stored(self.daemon, 0) and self.tier()["chunks"] >= MOST_CHUNKS)
 
-    def wait_loads(self, source: str, engine: VllmServer | None = None) -> None:
-        """Ask until a request has waited for a tier, and tokens have come from there."""
-        asked = engine or self.engine
-
-        def figures() -> tuple[float, float]:
-            return asked.metric(SOURCES, source=source), asked.metric(TIER_WAITS)
-
-        before = figures()
+    def wait_disk_loads(self, engine: VllmServer) -> None:
+        """Ask until a request has waited for a tier, and tokens have come from the disk."""
+        waits, tokens = engine.metric(TIER_WAITS), engine.metric(SOURCES, source="disk")
         self.ask_until(
-            lambda: all(now > was for now, was in zip(figures(), before, strict=True)), asked
+            lambda: (
+                engine.metric(TIER_WAITS) > waits and engine.metric(SOURCES, source="disk") > tokens
+            ),
+            engine,
         )
 
 
@@ -132,7 +125,7 @@ def start(
         daemon = start_daemon("--tier", tier, cpu_bytes=size, where=module_dir)
         wait_served(daemon, *engines)
         tiered = Tiered(engines, daemon, known)
-        eventually(tiered.tier, lambda found: found["usable"])
+        tiered.wait_usable()
         return tiered
 
     return started
@@ -143,13 +136,13 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     setting = f"disk:{tmp_path / 'tier'},size=256MiB,keep=all"
     tiered = start(setting)
     tiered.fill()
-    tiered.wait_loads("disk")
-    tiered.wait_loads("disk", tiered.other)
+    tiered.wait_disk_loads(tiered.engine)
+    tiered.wait_disk_loads(tiered.other)
     assert tiered.tier()["counters"]["gets"]["ok"]
     tiered.daemon.stop()
     again = start(setting)
     eventually(again.tier, lambda tier: tier["chunks"] >= MOST_CHUNKS)
-    again.wait_loads("disk")
+    again.wait_disk_loads(again.engine)
 
 
 @pytest.mark.nightly
@@ -166,9 +159,9 @@ def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: P
         return int(opened["late"] + opened["failed"])
 
     tiered.ask_until(set_aside)
-    tiered.ask()
+    tiered.ask(tiered.engine)
     hang.unlink()
-    eventually(tiered.tier, lambda tier: tier["usable"])
+    tiered.wait_usable()
     waits = tiered.engine.metric(TIER_WAITS)
     tiered.ask_until(lambda: tiered.engine.metric(TIER_WAITS) > waits)
 
@@ -180,9 +173,9 @@ def test_a_disk_tier_that_is_killed_is_there_again(start: Start, tmp_path: Path)
     tiered.fill()
     pid = eventually(tiered.tier, lambda tier: tier["pid"])["pid"]
     os.kill(pid, signal.SIGKILL)
-    tiered.ask()
-    eventually(tiered.tier, lambda tier: tier["usable"] and tier["pid"] not in {0, pid})
-    tiered.wait_loads("disk")
+    tiered.ask(tiered.engine)
+    tiered.wait_usable(without=pid)
+    tiered.wait_disk_loads(tiered.engine)
 
 
 def test_wrong_bytes_of_a_tier_are_misses(start: Start) -> None:

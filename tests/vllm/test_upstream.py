@@ -5,32 +5,18 @@ import inspect
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import prometheus_client
 import pytest
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    TransferJob,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestGroupState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-)
 
 from kvd_client import UnsupportedVllm
-from kvd_client.vllm import (
-    KvdConnector,
-    metrics,
-    upstream,
-)
-from kvd_client.vllm.connector import KvdConnectorWorker
-from kvd_client.vllm.manager import ChunkLoadStoreSpec
+from kvd_client.vllm import KvdConnector, metrics, upstream
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import engine_config
 
@@ -83,15 +69,3 @@ def test_vllm_finds_the_specs_metrics(tmp_path: Path) -> None:
     assert metrics.DEFINITIONS.keys() <= made._offloading_metric_metadata.keys()
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     assert extra == {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
-
-
-def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
-    """Where all ranks hold the same, vLLM enters them into the report that kvd gives it."""
-    config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=1))
-    spec: Any = SimpleNamespace(replicated_layout=True, config=config)
-    half = KvdConnectorWorker(spec, None, None)
-    job = TransferJob("request", GPULoadStoreSpec([1], (1,), (0,)), ChunkLoadStoreSpec())
-    half.prepare_store_kv(OffloadingConnectorMetadata({}, {5: job}))
-    report = half.build_connector_worker_meta()
-    assert report is not None
-    assert report.completed_jobs == {5: 1}
