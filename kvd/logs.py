@@ -157,7 +157,7 @@ class QueuedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the record's line unless its kind is over the rate limit."""
-        self._queue(self._limiter.admits(record, time.monotonic()))
+        self._queue(self._limiter.admit(record, time.monotonic()))
 
     def _queue(self, records: list[logging.LogRecord]) -> None:
         """Queue lines, preceded by a notice of lost ones; drop lines that do not fit the queue."""
@@ -237,8 +237,8 @@ class RateLimiter:
     def __init__(self) -> None:
         self._windows: dict[Kind, _Window] = {}  # the oldest first
 
-    def admits(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
-        """Return the records to write now: notices of `expire`, and `record` within the limit.
+    def admit(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
+        """Return the records to write now: notices of suppressed ones, `record` within the limit.
 
         Args:
             record: the new record.

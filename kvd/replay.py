@@ -321,7 +321,7 @@ def next_uses(trace: Trace) -> list[npt.NDArray[np.int64]]:
 
 
 def replay_belady(trace: Trace, num_slots: int) -> Hits:
-    """Return the most that a request can find: the chunk whose next use is last is evicted first.
+    """Return the hits if the chunk whose next use is last is evicted first: no policy has more.
 
     A chunk that is never used again is not kept. The next request with a chunk also has all chunks
     before it, so a request's deepest chunks are used again last.
@@ -329,7 +329,9 @@ def replay_belady(trace: Trace, num_slots: int) -> Hits:
     never = len(trace.requests)
     present = np.zeros(trace.num_chunks, bool)
     num_present = 0
-    runs: list[tuple[int, int, int, int]] = []  # of a request: (-next use, -end, begin, request)
+    # Of a request: (-next use, -end, begin, request). Runs whose next use has passed lie below all
+    # that are present, and are never popped.
+    runs: list[tuple[int, int, int, int]] = []
     hits = np.zeros(never, np.int64)
     for index, (request, uses) in enumerate(zip(trace.requests, next_uses(trace), strict=True)):
         chunks = request.chunks
@@ -343,12 +345,13 @@ def replay_belady(trace: Trace, num_slots: int) -> Hits:
             if begin < end and uses[begin] < never:
                 heapq.heappush(runs, (-int(uses[begin]), -end, begin, index))
         while num_present > num_slots:
-            use, end, begin, owner = heapq.heappop(runs)
-            cut = max(begin, -end - (num_present - num_slots))
-            present[trace.requests[owner].chunks[cut:-end]] = False
-            num_present -= -end - cut
+            negative_use, negative_end, begin, owner = heapq.heappop(runs)
+            end = -negative_end
+            cut = max(begin, end - (num_present - num_slots))
+            present[trace.requests[owner].chunks[cut:end]] = False
+            num_present -= end - cut
             if begin < cut:
-                heapq.heappush(runs, (use, -cut, begin, owner))
+                heapq.heappush(runs, (negative_use, -cut, begin, owner))
     return hits
 
 

@@ -196,17 +196,20 @@ class Announcer:
     def _repeat_chunk(
         self, chunk: AnnouncedChunk, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> bool:
-        """Announce again the blocks of a chunk not repeated yet; return whether there are any."""
-        missing = [block.repeat_round != repeat_round.number for block in chunk.blocks]
-        if not any(missing):
+        """Announce again a chunk's blocks that this round has not; return whether there are any.
+
+        A chunk that cannot be read stays with the round as unreadable.
+        """
+        unrepeated = [block.repeat_round != repeat_round.number for block in chunk.blocks]
+        if not any(unrepeated):
             return False
         contents = self._read_chunk(chunk)
         if contents is None:
             repeat_round.unreadable.add(chunk)
             return True
-        if chunk.description == b"":
-            chunk.description = self._remembered(contents)
-        for begin, end in runs(missing):
+        if chunk.description == b"":  # not remembered: it was read at its location
+            chunk.description = self._description_to_remember(contents)
+        for begin, end in runs(unrepeated):
             for block in chunk.blocks[begin:end]:
                 self._chains.mark_repeated(block)
             announcements += reannounced(stored_blocks(contents, begin, end))
@@ -298,7 +301,7 @@ class Announcer:
     ) -> None:
         """Announce the new blocks of a chunk; append the chunk that it replaces to `dropped`."""
         key, in_tiers, location, _, group, hashes, parent = contents
-        chunk = AnnouncedChunk(location, self._remembered(contents))
+        chunk = AnnouncedChunk(location, self._description_to_remember(contents))
         group_blocks = self._chains.group(group)
         blocks: list[Block] = []
         is_announced: list[bool] = []
@@ -361,7 +364,7 @@ class Announcer:
         removed.append(block_hash)
         return block, True
 
-    def _remembered(self, contents: ChunkContents) -> bytes | None:
+    def _description_to_remember(self, contents: ChunkContents) -> bytes | None:
         """Return `AnnouncedChunk.description` for a chunk, the same object in both media."""
         if contents.description is None:
             return None

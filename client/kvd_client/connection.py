@@ -190,7 +190,8 @@ class Connection:
         Return whether the connection has failed, or the session is being closed.
         """
         poller = select.poll()  # one must not be used by two threads
-        poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._channel.wants_write))
+        write_event = select.POLLOUT if self._channel.wants_write else 0
+        poller.register(self._fd, select.POLLIN | write_event)
         poller.register(self._stop_fd, select.POLLIN)
         ready = poller.poll(min(CHECK_MS, max(0.0, seconds * 1000)))
         return bool(self.failure) or any(fd == self._stop_fd for fd, _ in ready)

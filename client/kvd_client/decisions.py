@@ -191,7 +191,11 @@ class Decisions:
             An answer to each key, and the slots of accepted keys.
         """
         outbox, loans, reuse = self.outbox, self._loans, self._reuse
-        find_entry, take, start_store = self._entry, loans.take, outbox.start_store
+        find_entry, take, start_store = (
+            self._entry_unless_reassigned,
+            loans.take,
+            outbox.start_store,
+        )
         is_lent, pinned = self._directory.is_lent, outbox.pinned
         started_stores = outbox.started_stores
         has_filter = reuse.threshold > 1
@@ -234,7 +238,7 @@ class Decisions:
             outbox.count_answers(answers)
         return answers, accepted
 
-    def _entry(self, key: bytes) -> Entry | None:
+    def _entry_unless_reassigned(self, key: bytes) -> Entry | None:
         """Return a key's entry in the directory; None also if its slot was reassigned."""
         entry, reassigned = self._directory.entry(key), self.outbox.reassigned
         if entry is not None and reassigned.get(entry[0], entry[1]) != entry[1]:
@@ -248,7 +252,7 @@ class Decisions:
 
         Chunks whose slots were reassigned are not found. Loans of the slots found are taken last.
         """
-        find_entry = self._entry
+        find_entry = self._entry_unless_reassigned
         first, count = 0, self._directory.blocks_per_chunk
         found_mask: list[bool] = []
         hits = KeySlots([], [], [])

@@ -35,7 +35,8 @@ class LaneLink:
         pending: job id by request id, of jobs that have not ended.
 
     Raises:
-        DaemonLost: the notice has no valid address.
+        DaemonLost: the notice has no valid address. A lane that cannot be reached now is no error:
+            see `is_closed`.
     """
 
     def __init__(self, up: LaneUp, lifeline: int, readiness: Readiness) -> None:
@@ -50,10 +51,11 @@ class LaneLink:
         self._poll = select.poll()
         self._poll.register(lifeline, 0)  # poll always reports a hang-up
         self._polled = -1, 0  # the connection's descriptor and events
-        # Ids do not restart with a connection: jobs of earlier ones may still end.
+        # Ids go on over connections: a late reply is not taken for that of another job.
         self._ids = itertools.count(1)
-        self._join_id = 0
-        self._pause = self._reopen_at = 0.0
+        self._join_id = 0  # request id of the last Join
+        self._pause = 0.0  # seconds before the next reopen
+        self._reopen_at = 0.0  # not before this time
         self._refusal = ""  # why the lane closed a connection
         self._channel: Channel | None = None
         self.reopen()

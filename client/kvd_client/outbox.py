@@ -107,12 +107,12 @@ class Outbox:
     def start_store(
         self, key: bytes, slot: int, generation: int, blocks: BlockRange, description: bytes
     ) -> None:
-        """Add the start of a store of a chunk's blocks; a prompt's head comes first.
+        """Add the start of a store of a chunk's blocks. Call it in a prompt's order, head first.
 
         The caller has checked `has_room` and `has_description_room`.
         """
         self._count_items(1)
-        self.started_stores[key] = self.keys  # the list stands for the step it is sent with
+        self.started_stores[key] = self.keys  # this list object tells which step
         self.reassigned[slot] = generation
         if description:
             self._descriptions += [b""] * (len(self.keys) - len(self._descriptions))

@@ -108,10 +108,13 @@ class Scheduler(SchedulerSession):
             check_key(key)
         entry = self._entry(key)
         self._totals.counts["chunks"] += 1
-        if entry is None or entry[2] != SlotState.READY or self._is_reassigned(key):
+        if entry is None or self._is_reassigned(key):
+            return None
+        _, _, state, first, count, *_ = entry
+        if state != SlotState.READY:
             return None
         self._totals.counts["hit_chunks"] += 1
-        return entry[3], entry[4]
+        return first, count
 
     def _is_reassigned(self, key: bytes) -> bool:
         """Return whether this scheduler has assigned the chunk's slot to another key."""

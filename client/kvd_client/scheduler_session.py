@@ -313,7 +313,10 @@ class SchedulerSession(ClientSession):
             self._changed.notify_all()
 
     def _send_requests(self) -> bool:
-        """Send the reset that has no answer yet, if any, and process its answer."""
+        """Send a reset that has no reply yet, and process the reply; see `ClientSession`.
+
+        A reset without a reply stays pending.
+        """
         answers = self._attachments.pending_reset
         if answers is not None and self.attached:
             reply = self._request(Reset(), RESET_SECONDS)
@@ -324,7 +327,7 @@ class SchedulerSession(ClientSession):
                     self._readiness.set()
                     answers.append(reply)
                     self._changed.notify_all()
-        return True
+        return True  # no need to connect again
 
     def _request_loans(self) -> Message | None:
         """Request loans and return the answer; None if there is none. For the keeper's thread."""

@@ -91,7 +91,7 @@ class ClientSession:
         self._why_unreachable = (
             f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
         )
-        self._is_denied = False  # this process may not connect
+        self._is_access_denied = False  # this process may not connect
         self._has_warned = False  # the latest log line about the connection is a warning
         self._closed = ""  # why calls are refused; empty while open
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -131,7 +131,7 @@ class ClientSession:
         timeout_s = check_seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(
-                lambda: self.attached or self._closed or self._is_denied, timeout_s
+                lambda: self.attached or self._closed or self._is_access_denied, timeout_s
             )
             if self.attached and not self._closed:
                 return AttachState(True)
@@ -277,7 +277,7 @@ class ClientSession:
         except (DaemonLost, OSError) as error:
             self._on_unreachable(error)
             return REFUSED_SECONDS if isinstance(error, Refused) else ABSENT_SECONDS
-        self._is_denied = False
+        self._is_access_denied = False
         self._connection = connection
         connected_at = time.monotonic()
         # If a warning reported the loss of the connection, a warning reports its return.
@@ -320,7 +320,7 @@ class ClientSession:
             )
         with self._changed:
             is_known = self._why_unreachable == reason
-            self._why_unreachable, self._is_denied = reason, is_denied
+            self._why_unreachable, self._is_access_denied = reason, is_denied
             self._changed.notify_all()
         if not is_known:
             self._has_warned |= is_denied or is_refused
@@ -341,7 +341,8 @@ class ClientSession:
         reported_at = time.monotonic()
         while self._send_requests():
             events = 0 if connection.is_busy else select.POLLIN
-            poller.register(fd, events | (select.POLLOUT * connection.wants_write))
+            write_event = select.POLLOUT if connection.wants_write else 0
+            poller.register(fd, events | write_event)
             ready = dict(poller.poll(self._poll_seconds(connection) * 1000))
             if self._closed or self._connection is not connection:
                 return

@@ -164,7 +164,7 @@ class Worker(ClientSession):
                     reason = self._why_unreachable
                 registration.drop()
                 self._give_up(self._connection, "the registration was given up")
-                if not self._is_denied:
+                if not self._is_access_denied:
                     reason = f"no registration within {timeout:g} s; {reason}"
                 raise Unavailable(reason)
             return self.registered
@@ -172,9 +172,9 @@ class Worker(ClientSession):
     def _wait_registered(
         self, registration: WorkerRegistration, timeout: float, *, required: bool
     ) -> Error | None:
-        """Wait for the registration, if there is a daemon or it is `required`.
+        """Wait until this rank is registered, refused or closed; without a daemon if `required`.
 
-        Called under `_changed`. Return the daemon's final refusal, if any.
+        Called under `_changed`. Return the daemon's final refusal; None also after `timeout`.
         """
         try:
             self._changed.wait_for(
@@ -182,7 +182,7 @@ class Worker(ClientSession):
                     self.registered
                     or registration.is_refused
                     or self._closed
-                    or not (self.connected or (required and not self._is_denied))
+                    or not (self.connected or (required and not self._is_access_denied))
                 ),
                 timeout,
             )

@@ -52,7 +52,7 @@ class ChildState:
         self.ended()
         self.owes_since = now
 
-    def serves(self, pid: int) -> None:
+    def began_serving(self, pid: int) -> None:
         """Record that the process has reported that it serves."""
         self.up, self.pid = True, pid
 

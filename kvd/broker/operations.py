@@ -322,9 +322,9 @@ class ConfigReload:
         return True
 
     def finish(self, outcome: LoadedSettings | ConfigError) -> list[Effect]:
-        """Apply the configuration read, or report why it cannot be used; reply to the requests.
+        """Apply the configuration that was read, or report why it cannot be used.
 
-        SIGHUP gets no reply.
+        Requests get a reply, SIGHUP none.
         """
         requests, self._current_requests = self._current_requests, []
         origin = ", ".join(name for name, _ in requests)

@@ -182,14 +182,19 @@ class Registration:
 
     # --------------------------------------------------------------- lanes
 
-    def lane_serves(self, lane: Lane) -> list[Effect]:
-        """Give a new lane every worker of its device."""
+    def lane_started(self, lane: Lane) -> list[Effect]:
+        """Give a new lane the workers of its device.
+
+        These are those registered before, unless mapping their memory ends lanes, and those whose
+        registration waits for the lane.
+        """
+        now = lane.child.heard_at  # the lane's message has just come
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             registration = session.registration
             if registration is None or registration.device != lane.device:
-                effects += self.advance(session)
-            elif not self._state.fatal_imports.refusal(session, registration, lane.child.heard_at):
+                effects += self.advance(session)  # only if it waits for this lane
+            elif not self._state.fatal_imports.refusal(session, registration, now):
                 effects.append(import_worker(session, registration))
         return effects
 
@@ -202,8 +207,9 @@ class Registration:
         fatal, message, engine = self._state.fatal_imports, session.register_message, session.engine
         if message is None or engine is None:
             return []
-        fatal.lane_ended(session, lane.child.last_error, lane.child.heard_at)
-        text = fatal.refusal(session, message, lane.child.heard_at)
+        now = lane.child.heard_at
+        fatal.lane_ended(session, lane.child.last_error, now)
+        text = fatal.refusal(session, message, now)
         if not text:
             return []
         if session.pending is not None:

@@ -265,7 +265,9 @@ class BackgroundTasks:
         return bool(self._tasks) or self._unswept is not None or bool(self._learners)
 
     def work(self) -> list[Effect]:
-        """Do one piece each of the sweep, the learning and the next unfinished task.
+        """Do a piece of freeing what resets left, of policies' learning, and of the next task.
+
+        Tasks take turns.
 
         Returns:
             The task's effects.

@@ -76,7 +76,7 @@ class LaneSupervisor:
         return []
 
     def _ready(self, lane: Lane, message: LaneReady) -> list[Effect]:
-        lane.child.serves(message.pid)
+        lane.child.began_serving(message.pid)
         lane.pins = message.pins
         lane.endpoint = message.endpoint
         lane.reported_bytes = message.usable_bytes
@@ -84,7 +84,7 @@ class LaneSupervisor:
         lane.last_used = lane.child.heard_at
         lane.incarnation = message.incarnation
         text = f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {message.pid})"
-        return [lane.event(text), *self._registration.lane_serves(lane)]
+        return [lane.event(text), *self._registration.lane_started(lane)]
 
     def _pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
         """Record how much of the pool the lane can copy.
@@ -119,7 +119,7 @@ class LaneSupervisor:
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
             return []  # the engine is gone, and these writes with it
-        num_ready, dropped = engine.namespace.table.stores.share_done(
+        ready, given_up = engine.namespace.table.stores.share_done(
             engine.number,
             message.rank,
             message.slots.tolist(),
@@ -129,8 +129,8 @@ class LaneSupervisor:
             message.groups.tolist(),
             ok=message.ok,
         )
-        effects = self._state.revoke(engine.namespace, dropped)
-        return [*effects, ChunksReady(engine.number)] if num_ready else effects
+        effects = self._state.revoke(engine.namespace, given_up)
+        return [*effects, ChunksReady(engine.number)] if ready else effects
 
     # ------------------------------------------------------------------ end
 

@@ -184,8 +184,8 @@ _WIDTH = 1 + BINS
 """Counts of one class: touches, then next uses by age. The counts of class 0 are not used."""
 
 _EDGES = 2 ** (np.arange(BINS + 1) / BINS_PER_OCTAVE) - 1
-_SECONDS = np.diff(_EDGES)
-_BEFORE = np.tri(BINS, BINS, -1, dtype=bool)  # [age, x]: x < age
+_BIN_SECONDS = np.diff(_EDGES)
+_FROM_AGE = ~np.tri(BINS, BINS, -1, dtype=bool)  # [age, x]: x >= age
 
 _End = tuple[float, int, int, bool, int]
 """A run at an end of a list: gain, stamp, list, whether it is the hot end, a slot of the run."""
@@ -214,20 +214,21 @@ def age_bin(age: float) -> int:
 
 
 def gains(touches: float, next_uses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the gain by age bin; the formula is in the module's docstring.
+    """Return the gain by age bin: the most hits a second that a chunk of this age can still bring.
+
+    The formula is in the module's docstring.
 
     Args:
-        touches: above 0.
-        next_uses: [BINS].
+        touches: of the class, above 0.
+        next_uses: of the class: [BINS], how many touches had their next use at that age.
     """
-    hits = next_uses / touches
-    unused = np.maximum(0.001, 1 - np.concatenate(([0.0], np.cumsum(hits))))
-    kept_seconds = (unused[:-1] + unused[1:]) / 2 * _SECONDS
-    hits_until = np.concatenate(([0.0], np.cumsum(hits)))
+    hits_until = np.concatenate(([0.0], np.cumsum(next_uses / touches)))
+    unused = np.maximum(0.001, 1 - hits_until)
+    kept_seconds = (unused[:-1] + unused[1:]) / 2 * _BIN_SECONDS
     seconds_until = np.concatenate(([0.0], np.cumsum(kept_seconds)))
     hits_between = hits_until[None, 1:] - hits_until[:-1, None]  # [age, x]
     seconds_between = seconds_until[None, 1:] - seconds_until[:-1, None]
-    rates = np.divide(hits_between, seconds_between, where=~_BEFORE, out=np.zeros((BINS, BINS)))
+    rates = np.divide(hits_between, seconds_between, where=_FROM_AGE, out=np.zeros((BINS, BINS)))
     best: npt.NDArray[np.float64] = rates.max(axis=1)
     return best
 
@@ -428,7 +429,7 @@ class AdaptivePolicy(EvictionPolicy):
         return start
 
     def learn(self) -> bool:
-        """Compute the gains of one class, in some 0.1 ms; returns whether more are due."""
+        """Compute the gains of one class, in some 0.1 ms; return whether more are due."""
         if self._due:
             chunk_class = self._due.pop()
             touches, next_uses = self._table[chunk_class, 0], self._table[chunk_class, 1:]

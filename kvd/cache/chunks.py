@@ -131,7 +131,7 @@ class ChunkTable:
         self.loads.refresh(keys, now, request_label)
 
     def learn(self) -> bool:
-        """Do one piece of background work for policy and curve; returns whether more is due."""
+        """Do one piece of background work for policy and curve; return whether more is due."""
         return self.slots.policy.learn() or (self.curve is not None and self.curve.tidy())
 
     # --------------------------------------------------------------- demotions
@@ -143,21 +143,21 @@ class ChunkTable:
         )
 
     @property
-    def on_ready(self) -> DemotionQueue | None:
+    def ready_queue(self) -> DemotionQueue | None:
         """Chunks to demote because they became READY; None if no tier keeps all chunks."""
         queues = self.uses.demotion_queues
-        return queues.on_ready if queues is not None else None
+        return queues.ready_queue if queues is not None else None
 
     @property
-    def on_asked(self) -> DemotionQueue | None:
+    def asked_queue(self) -> DemotionQueue | None:
         """Chunks to demote because they were asked for; None if no tier keeps only these."""
         queues = self.uses.demotion_queues
-        return queues.on_asked if queues is not None else None
+        return queues.asked_queue if queues is not None else None
 
     # ------------------------------------------- deadlines, owners, resets, removal
 
     def expire(self, now: float) -> ChunkRefs:
-        """End leases and give up stores at their deadlines; returns the stores to be revoked."""
+        """End leases and give up stores at their deadlines; return the stores to be revoked."""
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)

@@ -304,7 +304,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def learn(self) -> bool:
-        """Do one bounded piece of learning; returns whether more is due."""
+        """Do one bounded piece of learning; return whether more is due."""
 
     @abstractmethod
     def _leave_ghost(self, slot: int, list_number: int, now: float) -> None:

@@ -141,7 +141,7 @@ class Leases:
         return self._end(owner, [number])
 
     def expire(self, now: float) -> tuple[int, list[int]]:
-        """End the leases whose deadline has come; returns their number, and the slots."""
+        """End the leases whose deadline has come; return their number, and the slots."""
         num_expired = 0
         unpinned: list[int] = []
         for owner, leases in list(self._leases.items()):

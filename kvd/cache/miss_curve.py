@@ -159,7 +159,7 @@ class MissCurve:
             self.tidy()
 
     def _refresh_hottest(self, keys: Sequence[bytes], num_prompt: int) -> int:
-        """Make these keys the hottest; returns how many of the prompt's head were so before."""
+        """Make these keys the hottest; return how many of its head were so before."""
         hottest, num_hottest = self._hottest, 0
         while num_hottest < num_prompt and keys[num_hottest] in hottest:
             num_hottest += 1
@@ -253,7 +253,7 @@ class MissCurve:
     # ------------------------------------------------------------------ upkeep
 
     def tidy(self) -> bool:
-        """Do one bounded piece of upkeep; returns whether more is due."""
+        """Do one bounded piece of upkeep; return whether more is due."""
         if len(self._buckets) > 3 * MAX_BUCKETS // 4:
             self._merge_buckets()
         elif self._shards_left:
@@ -380,7 +380,7 @@ def _root(bucket: Bucket) -> Bucket:
 
 
 def _merge(first: Bucket, second: Bucket) -> Bucket:
-    """Merge the bucket of fewer keys into the other, so that chains stay short; returns that."""
+    """Merge the bucket of fewer keys into the other, so that chains stay short; return that."""
     small, large = (first, second) if first.num_keys <= second.num_keys else (second, first)
     small.merged_into = large
     large.num_keys += small.num_keys

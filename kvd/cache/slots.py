@@ -65,7 +65,7 @@ class Slots:
         self._sweep_at = 0  # the slot from which `take_forgotten` continues
 
     def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
-        """Lend FREE slots of the space and reserved READY slots; returns their generations."""
+        """Lend FREE slots of the space and reserved READY slots; return their generations."""
         generations = self.directory.lend(slots)
         self.loans.lend(owner, slots, generations, now)
         return generations
@@ -189,7 +189,7 @@ class Slots:
         return self.free_or_doom(slots)
 
     def forget(self) -> tuple[int, int]:
-        """Drop every READY chunk: forgotten, or doomed if pinned; returns the number of each.
+        """Drop every READY chunk: forgotten, or doomed if pinned; return the number of each.
 
         Takes the same time however many are forgotten. None may be on loan or WRITING.
         """
@@ -288,7 +288,7 @@ class Slots:
                 raise IntegrityError(f"slot {slot} has all shares and is WRITING")
 
     def check_slots(self, first: int, count: int) -> int:
-        """Check `count` slots from `first` on; returns how many hold a chunk.
+        """Check `count` slots from `first` on; return how many hold a chunk.
 
         Raises:
             IntegrityError: the tables disagree about a slot.

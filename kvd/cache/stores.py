@@ -103,7 +103,7 @@ class Lending:
         need: int,
         engines: int,
         now: float,
-        usable: int | None = None,
+        filled_bytes: int | None = None,
         *,
         evict: bool = True,
     ) -> tuple[list[int], list[int]]:
@@ -116,7 +116,7 @@ class Lending:
         3. slots of this namespace's chunks that are evicted next. Such a chunk stays until `owner`
            gives its slot to a key.
 
-        While the pool is being filled, only its `usable` bytes are used, and only step 1.
+        While the pool is being filled, only its `filled_bytes` bytes are used, and only step 1.
 
         Returns:
             The slots, and the generation of each once it is given to a key.
@@ -125,9 +125,9 @@ class Lending:
         space = self._slots.space
         need = min(need, MAX_LENT_AT_ONCE)
         self._sweep_for(need)
-        self._pool.acquire(space, need, usable, evict=False)
-        slots = space.take(need, usable)
-        if usable is None:
+        self._pool.acquire(space, need, filled_bytes, evict=False)
+        slots = space.take(need, filled_bytes)
+        if filled_bytes is None:
             if evict:
                 max_taken = max(1, int(self.share(engines) * MAX_TAKEN))
                 num_more = min(need, max_taken - self._slots.loans.count(owner)) - len(slots)
@@ -137,7 +137,7 @@ class Lending:
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
-    def take_for_promotions(self, n: int, now: float, usable: int | None = None) -> list[int]:
+    def take_for_promotions(self, n: int, now: float, filled_bytes: int | None = None) -> list[int]:
         """Take up to `n` FREE slots for promotions; evicts chunks as needed.
 
         From free slots, then columns of other namespaces, then chunks of this namespace that are
@@ -146,15 +146,14 @@ class Lending:
         Args:
             n: number of slots.
             now: monotonic seconds.
-            usable: bytes of the pool that are filled; then only free slots are taken. None: all
-                are.
+            filled_bytes: of the pool; then only free slots are taken. None: all are.
         """
         self._uses.set_time(now)
         space = self._slots.space
         self._sweep_for(n)
-        self._pool.acquire(space, n, usable, evict=False)
-        slots = space.take(n, usable)
-        if len(slots) < n and usable is None:
+        self._pool.acquire(space, n, filled_bytes, evict=False)
+        slots = space.take(n, filled_bytes)
+        if len(slots) < n and filled_bytes is None:
             self._pool.acquire(space, n - len(slots))
             slots += space.take(n - len(slots))
             victims = self._slots.reserve(n - len(slots), now)
@@ -359,7 +358,7 @@ class Stores:
         return self._slots.refs(ready), self._slots.give_up(list(failed))
 
     def drop(self, keys: Sequence[bytes], owner: int) -> ChunkRefs:
-        """Give up the stores of `owner` with these keys; returns the chunks to be revoked."""
+        """Give up the stores of `owner` with these keys; return the chunks to be revoked."""
         directory = self._directory
         dropped: dict[int, None] = {}
         for key in keys:
@@ -389,15 +388,15 @@ class ChunkPromotions:
         now: float,
         seconds: float,
         limit: int,
-        usable: int | None = None,
+        filled_bytes: int | None = None,
     ) -> list[tuple[bytes, int, int]]:
         """Give slots, for a tier to fill, to up to `limit` of these keys, a prompt's head first.
 
         Keys that are in memory or being written are left out. There may be fewer free slots.
         Promotions that are not `done` within `seconds` are given up by `expire`, all of them by
         `reset`. A slot given up is DRAINING until `slots.writes_ended` or `slots.writer_lost` is
-        called with `tier`, the name of the tier's process, which no lane has. While only `usable`
-        bytes of the pool are filled, nothing is evicted.
+        called with `tier`, the name of the tier's process, which no lane has. With
+        `filled_bytes` nothing is evicted.
 
         Returns:
             Key, slot and generation of each promotion.
@@ -406,7 +405,7 @@ class ChunkPromotions:
         missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:limit]
         if not missing:
             return []
-        slots = self._lending.take_for_promotions(len(missing), now, usable)
+        slots = self._lending.take_for_promotions(len(missing), now, filled_bytes)
         promotions: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
         for key, slot in zip(missing, slots, strict=False):

@@ -416,7 +416,7 @@ class TierTable(TierTableView):
             raise IntegrityError(f"tier table: held, old and absent are {figures}, not {counted}")
 
     def check_places(self, begin: int, end: int) -> int:
-        """Check the entries at places `begin` to `end - 1`; returns their number.
+        """Check the entries at places `begin` to `end - 1`; return their number.
 
         Raises:
             IntegrityError: an entry is inconsistent, or cannot be found by its key.

@@ -86,21 +86,21 @@ class DemotionQueues:
         asked: a tier keeps those that were asked for.
 
     Attributes:
-        on_ready: chunks that became READY; None without `ready`.
-        on_asked: READY chunks that were asked for; None without `asked`.
+        ready_queue: chunks that became READY; None without `ready`.
+        asked_queue: READY chunks that were asked for; None without `asked`.
     """
 
     def __init__(self, directory: DirectoryWriter, *, ready: bool, asked: bool) -> None:
         self._directory = directory
-        self.on_ready = DemotionQueue(directory) if ready else None
-        self.on_asked = DemotionQueue(directory) if asked else None
+        self.ready_queue = DemotionQueue(directory) if ready else None
+        self.asked_queue = DemotionQueue(directory) if asked else None
         marks = np.zeros(directory.num_slots, np.uint8)
         ready_slots = directory.slots_in(SlotState.READY)
         for slots in (directory.slots_in(SlotState.WRITING), ready_slots):  # uses are not known
             marks[slots] = _ONE_USE
         self._marks = marks.data
-        if self.on_ready is not None:  # chunks of the previous daemon
-            self.on_ready.add(ready_slots[-MAX_QUEUED:])
+        if self.ready_queue is not None:  # chunks of the previous daemon
+            self.ready_queue.add(ready_slots[-MAX_QUEUED:])
 
     def note_begun(self, slots: list[int]) -> None:
         """Reset the marks of slots in which a request stores chunks."""
@@ -109,10 +109,10 @@ class DemotionQueues:
 
     def note_ready(self, slots: list[int]) -> None:
         """Queue chunks that became READY."""
-        if self.on_ready is not None:
-            self.on_ready.add(slots)
-        if self.on_asked is not None:
-            self.on_asked.add([slot for slot in slots if self._marks[slot] == _ASKED])
+        if self.ready_queue is not None:
+            self.ready_queue.add(slots)
+        if self.asked_queue is not None:
+            self.asked_queue.add([slot for slot in slots if self._marks[slot] == _ASKED])
 
     def note_promoted(self, slot: int) -> None:
         """Mark a promoted chunk that became READY as asked for; queue it if some tier lacks it."""
@@ -134,8 +134,8 @@ class DemotionQueues:
             if marks[slot] != _ASKED:
                 marks[slot] = _ASKED
                 asked.append(slot)
-        if asked and self.on_asked is not None:
-            self.on_asked.add(asked)
+        if asked and self.asked_queue is not None:
+            self.asked_queue.add(asked)
 
     def note_finished(self, slots: list[int]) -> None:
         """Count a finished request for each of these chunks, READY or WRITING.
@@ -148,8 +148,8 @@ class DemotionQueues:
                 marks[slot] = mark + 1  # the next of the three marks
                 if mark == _ONE_USE and state(slot) == SlotState.READY:
                     asked.append(slot)
-        if asked and self.on_asked is not None:
-            self.on_asked.add(asked)
+        if asked and self.asked_queue is not None:
+            self.asked_queue.add(asked)
 
 
 class ChunkUses:

@@ -46,7 +46,7 @@ _Count = click.IntRange(min=1)
 )
 @click.option("--cpu-bytes", default="64GiB", help="Size of the pool.")
 @click.option("--tier-bytes", default="0", help="Size of all tiers below the pool.")
-@click.option("--tier-bandwidth", help="Bytes a second that come up from them, such as 2.3GB.")
+@click.option("--tier-bandwidth", help="Read speed of all tiers in bytes a second, such as 2.3GB.")
 @click.option("--blocks-per-chunk", type=_Count, default=1, help="Blocks that make a chunk.")
 @click.option("--gpu-blocks", type=_Count, help="Blocks that the engine measured.")
 @click.option("--block-override", type=_Count, help="Blocks that the operator set instead.")
@@ -55,7 +55,7 @@ _Count = click.IntRange(min=1)
     "batched_tokens",
     type=_Count,
     default=DEFAULT_BATCHED_TOKENS,
-    help="Most tokens of one engine step; counts behind sliding windows.",
+    help="Most tokens of one engine step; a group with a sliding window keeps these too.",
 )
 @click.option("--max-seq-len", type=_Count, help="Fail if a request this long can never fit.")
 @json_option("Print the figures as JSON.")

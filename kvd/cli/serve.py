@@ -80,21 +80,22 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     pool_dir = Path(settings.pool_dir).absolute()
-    pool_directory = pool_dir / pool_directory_name(runtime.path)
+    own_directory = pool_dir / pool_directory_name(runtime.path)
     try:
         runtime.lock()
-    except AlreadyRunning:  # it may use another pool_dir
+    except AlreadyRunning:  # that daemon may use another pool_dir, and the one given may be free
         latest_pool_dir = last_pool_dir(runtime.path)
         if latest_pool_dir is None or latest_pool_dir.resolve() == pool_dir.resolve():
             raise
     try:
-        owner = pool_directory.lstat().st_uid if pool_directory.exists() else os.geteuid()
+        owner = own_directory.lstat().st_uid if own_directory.exists() else os.geteuid()
         if owner != os.geteuid():
             command = purge_command(runtime.path, pool_dir)
             raise click.ClickException(
-                f"{pool_directory} belongs to uid {owner}, this is uid {os.geteuid()}; run it as"
+                f"{own_directory} belongs to uid {owner}, this is uid {os.geteuid()}; run it as"
                 f" the daemon's user, such as: runuser -u kvd -- {command}"
             )
+        # Raises AlreadyRunning if a daemon has this pool.
         pool = PersistentPool(pool_dir, runtime.path, persistent=False)
         freed_bytes = pool.remove()
         pool.close()

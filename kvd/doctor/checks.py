@@ -246,13 +246,13 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
     if 0 < driver.cuda < cuda.OLDEST_VERSION:
         yield fail(
             f"the driver is for CUDA {cuda.version_text(driver.cuda)}, kernel module"
-            f" {driver.kernel or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
+            f" {driver.module or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
             "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
         )
     elif not driver.devices:
-        if driver.nodes or driver.kernel or driver.problem:
+        if driver.nodes or driver.module or driver.problem:
             yield fail(
-                f"an NVIDIA driver (kernel module {driver.kernel or 'not seen'}) is here, but"
+                f"an NVIDIA driver (kernel module {driver.module or 'not seen'}) is here, but"
                 f" {driver.problem or driver.missing or 'it shows no device'}",
                 "in a container: NVIDIA_VISIBLE_DEVICES=all and"
                 " NVIDIA_DRIVER_CAPABILITIES=compute,utility; under systemd:"
@@ -294,12 +294,12 @@ def gpu_driver(facts: Facts) -> Iterator[Verdict]:
     version = f"CUDA {cuda.version_text(driver.cuda)}"
     if driver.devices and driver.cuda < cuda.BATCHED_COPY_VERSION:
         yield warn(
-            f"{version}, kernel module {driver.kernel or 'unknown'}",
+            f"{version}, kernel module {driver.module or 'unknown'}",
             f"drivers from CUDA {cuda.version_text(cuda.BATCHED_COPY_VERSION)} on copy many"
             " fragments in one call; this one works, slower",
         )
     elif driver.devices:
-        yield ok(f"{version}, kernel module {driver.kernel or 'unknown'}")
+        yield ok(f"{version}, kernel module {driver.module or 'unknown'}")
 
 
 @check("runtime directory")

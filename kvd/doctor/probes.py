@@ -123,14 +123,14 @@ class Gpu:
 class Gpus:
     """The GPUs and their driver.
 
-    nodes: device files of the NVIDIA driver. kernel: version of its kernel module.
+    nodes: device files of the NVIDIA driver. module: version of its kernel module.
     cuda: version of the CUDA driver, 1000 * major + 10 * minor; 0 if unknown.
     missing: why there is no driver or device; no problem on a machine without GPUs.
     problem: why the driver fails.
     """
 
     nodes: tuple[str, ...] = ()
-    kernel: str = ""
+    module: str = ""
     cuda: int = 0
     devices: tuple[Gpu, ...] = ()
     missing: str = ""
@@ -168,15 +168,15 @@ def probe_gpus() -> Gpus:
     """Probe the GPUs, in bounded time."""
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
     try:
-        kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+        module = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
-        kernel = ""
+        module = ""
     output, problem, hung = run_python("-m", "kvd.doctor.probes", "gpus")
     if hung:
         problem = f"no answer within {CHILD_SECONDS:g} s"
     if problem:
-        return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
-    return replace(msgspec.json.decode(output, type=Gpus), nodes=nodes, kernel=kernel)
+        return Gpus(nodes, module, problem=f"asking the CUDA driver failed: {problem}")
+    return replace(msgspec.json.decode(output, type=Gpus), nodes=nodes, module=module)
 
 
 def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:

@@ -105,7 +105,7 @@ class FillOrder:
         return begin, min(begin + self.piece_bytes, self.nbytes)
 
     def required_fill(self, begin: int, end: int) -> int:
-        """Return how many bytes must be filled before pool bytes begin..end - 1 are usable."""
+        """Return how many bytes must be filled before pool bytes begin..end - 1 may be used."""
         pieces = range(begin // self.piece_bytes, (end - 1) // self.piece_bytes + 1)
         return max(self.filled_with[piece] for piece in pieces)
 
@@ -277,18 +277,18 @@ class PoolSpace:
 
     @property
     def has_all_columns(self) -> bool:
-        """Every column is claimed."""
+        """Whether every column is claimed."""
         return len(self._free) == len(self.column_extents)
 
-    def take(self, n: int, usable: int | None = None) -> list[int]:
+    def take(self, n: int, filled_bytes: int | None = None) -> list[int]:
         """Allocate up to `n` free slots, neighbours where possible.
 
-        `usable`: only slots whose bytes lie in the first `usable` filled bytes; None: all.
+        `filled_bytes`: only slots within so many bytes of the pool, in filling order; None: all.
         """
         slots: list[int] = []
         if n <= 0 or not self.free_slots:
             return slots
-        for column in self._columns_with_free(usable):
+        for column in self._columns_with_free(filled_bytes):
             if len(slots) >= n:
                 break
             free = self._free[column]
@@ -300,15 +300,15 @@ class PoolSpace:
         self.free_slots -= len(slots)
         return slots
 
-    def num_free(self, usable: int | None) -> int:
+    def num_free(self, filled_bytes: int | None) -> int:
         """Return how many slots `take` can allocate."""
-        if usable is None:
+        if filled_bytes is None:
             return self.free_slots
-        return sum(len(self._free[column]) for column in self._columns_with_free(usable))
+        return sum(len(self._free[column]) for column in self._columns_with_free(filled_bytes))
 
-    def _columns_with_free(self, usable: int | None) -> Iterator[int]:
+    def _columns_with_free(self, filled_bytes: int | None) -> Iterator[int]:
         for column, free in self._free.items():
-            if free and (usable is None or self.required_fill[column] <= usable):
+            if free and (filled_bytes is None or self.required_fill[column] <= filled_bytes):
                 yield column
 
     def give(self, slots: Iterable[int]) -> None:

@@ -152,7 +152,9 @@ class Pool:
         self.quotas = Quotas(self.extents, self._spaces)
         self._owner: list[PoolSpace | None] = [None] * self.extents.count
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
-        self._changes = 0  # of owners and quotas; a space that could not grow waits for the next
+        self._num_changes = (
+            0  # of owners and quotas; a space that could not grow waits for the next
+        )
         self._num_joined = 0
         self._last_stamp = 0
 
@@ -171,7 +173,7 @@ class Pool:
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """Replace all quotas, by model, and `trim`."""
         self.quotas.set(quotas)
-        self._changes += 1
+        self._num_changes += 1
         self.trim()
 
     def trim(self) -> None:
@@ -199,7 +201,7 @@ class Pool:
         """Whether every further column would take the space's model above its cap."""
         group = self.quotas.of(space)
         return group is not None and not any(
-            column not in space and self._gain(space, column) <= group.num_left
+            column not in space and self._num_new_extents(space, column) <= group.num_left
             for column in range(len(space.column_extents))
         )
 
@@ -240,20 +242,20 @@ class Pool:
     # ------------------------------------------------------------------ acquiring
 
     def acquire(
-        self, space: PoolSpace, slots: int, usable: int | None = None, *, evict: bool = True
+        self, space: PoolSpace, slots: int, filled_bytes: int | None = None, *, evict: bool = True
     ) -> None:
         """Claim columns until `slots` slots are free in `space`, or no more can be claimed.
 
         Args:
             space: whose columns grow.
             slots: number of free slots needed.
-            usable: only this many bytes of the pool are filled: claim only columns in them, none
-                of other namespaces; None: the pool is filled.
+            filled_bytes: of the pool: claim only columns in them, none of other namespaces;
+                None: the pool is filled.
             evict: chunks of other namespaces may be evicted; False: only their empty columns are
                 taken.
         """
-        self._claim_unowned(space, slots, usable)
-        while usable is None and space.free_slots < slots and not space.has_all_columns:
+        self._claim_unowned(space, slots, filled_bytes)
+        while filled_bytes is None and space.free_slots < slots and not space.has_all_columns:
             if not (evict or any(other.empty for other in self._spaces if other is not space)):
                 return
             choice = self._best_take(space)
@@ -265,26 +267,30 @@ class Pool:
             for other, lost_column in victims:
                 self._evict_column(other, lost_column)
             self._claim(space, column)
-            self._claim_unowned(space, slots, usable)
+            self._claim_unowned(space, slots, filled_bytes)
 
-    def _claim_unowned(self, space: PoolSpace, slots: int, usable: int | None) -> None:
-        """Claim columns over extents that no other space owns, until `slots` slots are free."""
-        num_missing = slots - space.num_free(usable)
-        if space.exhausted_at == self._changes or space.has_all_columns:
+    def _claim_unowned(self, space: PoolSpace, slots: int, filled_bytes: int | None) -> None:
+        """Claim columns over extents that no other space owns; arguments as `acquire`.
+
+        Ends when `slots` slots are free or no column is left.
+        """
+        num_missing = slots - space.num_free(filled_bytes)
+        # No change since no column was left: there is none now.
+        if space.exhausted_at == self._num_changes or space.has_all_columns:
             return
         group = self.quotas.of(space)
         for column in _search_order(space):
             if num_missing <= 0:
                 return
             if (
-                (usable is None or space.required_fill[column] <= usable)
+                (filled_bytes is None or space.required_fill[column] <= filled_bytes)
                 and self._is_free_for(space, column)
-                and (group is None or self._gain(space, column) <= group.num_left)
+                and (group is None or self._num_new_extents(space, column) <= group.num_left)
             ):
                 self._claim(space, column)
                 num_missing -= len(space.geometry.column_range(column))
-        if usable is None:
-            space.exhausted_at = self._changes
+        if filled_bytes is None:
+            space.exhausted_at = self._num_changes
 
     def _best_take(self, space: PoolSpace) -> tuple[int, Columns] | None:
         """Return the best column to take from others, and their columns that it replaces.
@@ -292,7 +298,7 @@ class Pool:
         Order of preference: columns that evict no chunk; columns of spaces above their fair share;
         the least recently used; those that replace the fewest columns.
         """
-        if space.capped_at == self._changes:
+        if space.capped_at == self._num_changes:
             return None
         quotas, fair_shares = self.quotas, self.quotas.fair_shares()
         fair_share, group = fair_shares[space], quotas.of(space)
@@ -317,7 +323,7 @@ class Pool:
                 continue
             victims = self._overlapped(space, column)
             losses = self._losses(victims) if has_quotas else Counter[str]()
-            gain = self._gain(space, column)
+            gain = self._num_new_extents(space, column)
             if group is not None and gain - losses[space.model] > num_left:
                 continue
             fits_cap = True
@@ -345,7 +351,7 @@ class Pool:
             if best is None or cost < best[0]:
                 best = (cost, column, victims)
         if not fits_cap:
-            space.capped_at = self._changes
+            space.capped_at = self._num_changes
         return None if best is None else best[1:]
 
     def _evict_column(self, space: PoolSpace, column: int) -> None:
@@ -362,7 +368,7 @@ class Pool:
 
     # -------------------------------------------------------------------- extents
 
-    def _gain(self, space: PoolSpace, column: int) -> int:
+    def _num_new_extents(self, space: PoolSpace, column: int) -> int:
         """Return how many more extents the space would own with this column."""
         return sum(self._owner[extent] is not space for extent in space.column_extents[column])
 
@@ -394,7 +400,7 @@ class Pool:
 
     def _claim(self, space: PoolSpace, column: int) -> None:
         """Give a space a column that is free for it."""
-        self._changes += 1
+        self._num_changes += 1
         for extent in space.column_extents[column]:
             if self._owner[extent] is None:
                 self._owner[extent] = space
@@ -404,7 +410,7 @@ class Pool:
 
     def _release(self, space: PoolSpace, column: int) -> None:
         """Take a column from a space; extents that none of its columns touches become unowned."""
-        self._changes += 1
+        self._num_changes += 1
         space.close_column(column)
         for extent in space.column_extents[column]:
             self._claims[extent] -= 1

@@ -41,13 +41,13 @@ def main() -> int:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    """Serve HTTP until a task fails; beat to the broker and record samples meanwhile."""
+    """Serve HTTP, beat to the broker and record samples, until one of these tasks ends."""
     from uvicorn import Config, Server  # noqa: PLC0415  # load large modules after os.nice
 
     from kvd.report.app import App, HttpListener  # noqa: PLC0415
     from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
 
-    class Quiet(Server):
+    class ServerWithoutSignals(Server):
         """uvicorn without signal handlers: only the broker ends this process.
 
         So the loop only renews the Date header, and does not check every 0.1 s whether to end.
@@ -77,7 +77,9 @@ async def _serve(options: argparse.Namespace) -> None:
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
     link = Channel(socket.socket(fileno=options.link_fd))
     beating = asyncio.create_task(_beat(link))
-    serving = asyncio.create_task(Quiet(config).serve([HttpListener(fd) for fd in fds]))
+    serving = asyncio.create_task(
+        ServerWithoutSignals(config).serve([HttpListener(fd) for fd in fds])
+    )
     recording = asyncio.create_task(app.record())
     tasks = [beating, serving, recording]
     ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

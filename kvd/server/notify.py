@@ -60,10 +60,12 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Notifier":
-        """Read the variables of sd_notify(3) and sd_watchdog_enabled(3).
+        """Return a notifier by the variables of sd_notify(3) and sd_watchdog_enabled(3).
+
+        A watchdog for another pid is ignored.
 
         Raises:
-            ConfigError: WATCHDOG_USEC is no number of microseconds.
+            ConfigError: WATCHDOG_USEC is not a positive number.
         """
         address = environ.get("NOTIFY_SOCKET", "")
         usec = environ.get("WATCHDOG_USEC", "")

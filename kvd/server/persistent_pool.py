@@ -80,7 +80,7 @@ class PersistentPool:
         self._cold = cold
         self._previous = self._files.read_manifest()  # this daemon's own after `commit`
         self._reuses_pool = False
-        self._all_new = False  # committed, and no bytes of an older pool are left
+        self._all_new = False  # committed, and no bytes of the previous pool are left
         self._pending: tuple[Manifest, PoolMemory] | None = None  # None after `commit`
         self._trailer: PoolTrailer | None = None
         self._trailer_map: mmap.mmap | None = None  # the mapped trailer of the pool's file

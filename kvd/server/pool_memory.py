@@ -181,9 +181,9 @@ class PoolMemory:
         return self._map_trailer(self.nbytes)
 
     def clear_trailer(self, offset: int) -> None:
-        """Clear the header of an older pool's trailer, so that its manifest is always rejected.
+        """Clear the header of the previous pool's trailer, so that no daemon accepts its manifest.
 
-        The header's page is in memory, so the write cannot fail.
+        The page was allocated with its pool, so the write cannot fail.
 
         Raises:
             PoolError: the trailer cannot be mapped now; nothing has changed.

@@ -39,8 +39,8 @@ class RuntimeDir:
             )
         self.broker_socket = self.path / "broker.sock"
         self.http_socket = self.path / "http.sock"
-        self.pid_file = self.path / "kvd.lock"
-        self.resets = self.path / "kvd.resets"  # persistent, see kvd.server.state_files
+        self.pid_file = self.path / "kvd.lock"  # shows the pid; the lock is on the directory
+        self.resets = self.path / "kvd.resets"  # outlives the daemon, see kvd.server.state_files
         self._lock_fd = -1
 
     def lock(self) -> None:

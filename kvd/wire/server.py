@@ -302,7 +302,7 @@ class Server:
                 elif events & (select.EPOLLHUP | select.EPOLLERR):
                     self.end(client)
                 else:  # requests are no longer read
-                    self._epoll.modify(fd, select.EPOLLOUT * client.channel.wants_write)
+                    self._epoll.modify(fd, select.EPOLLOUT if client.channel.wants_write else 0)
         for client in list(self._by_fd.values()):
             self.end(client)
         if not self._shares_epoll:

@@ -74,7 +74,10 @@ def format_size(nbytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration for people, in its two largest units: `250 ms`, `12.5 s`, `1 h 30 m`."""
+    """Return a duration for people: `250 ms`, `12.5 s`, `1 h 30 m`.
+
+    In its largest unit and the next smaller one, unless that is 0.
+    """
     if seconds < 1:
         return f"{round(seconds * 1000)} ms"
     if seconds < 60:

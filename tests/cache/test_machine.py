@@ -741,7 +741,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         table = model.table
         queue, expected = (
-            (table.on_asked, model.on_asked) if asked else (table.on_ready, model.on_ready)
+            (table.asked_queue, model.on_asked) if asked else (table.ready_queue, model.on_ready)
         )
         assert queue is not None
         assert len(queue) == len(expected)

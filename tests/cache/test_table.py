@@ -134,7 +134,7 @@ def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make_table(16, tier=ONE)
     table.queue_demotions(ready=True, asked=False)
     store(table, names(6))
-    queue = table.on_ready
+    queue = table.ready_queue
     assert queue is not None
     assert (len(queue), queue.take_missed()) == (4, 2)
     table.remove(0, 99, 0.0)

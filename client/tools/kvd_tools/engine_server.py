@@ -217,10 +217,10 @@ class EngineServer(ABC):
 
 
 def kill_group(group: int) -> bool:
-    """Kill the processes of a group, except Python's resource trackers, which end by themselves.
+    """Kill a process group, except Python's resource trackers, which end by themselves.
 
     Returns:
-        Whether the group had any process, resource trackers included.
+        Whether the group had any process that is no zombie, resource trackers included.
     """
     members = [process for process in psutil.process_iter() if _is_member(process, group)]
     for process in members:

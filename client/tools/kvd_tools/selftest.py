@@ -303,6 +303,7 @@ def _measure(engine: SelftestEngine) -> str:
 
 
 def _evict(engine: SelftestEngine) -> str:
+    """Reset the namespace; check by lookup, load and status that nothing is left."""
     engine.scheduler.reset()
     if num_left := engine.count(LookupResult.HIT, LookupResult.HIT_PENDING):
         raise StepFailed(f"{num_left} chunks can still be found")
@@ -340,7 +341,7 @@ STEPS: dict[str, Callable[[SelftestEngine], str]] = {
 
 
 def tier_reports(observer: Scheduler, timeout: float) -> list[dict[str, Any]]:
-    """Return a report of each tier; wait up to `timeout` seconds for tiers that are starting."""
+    """Return the self-test's report of each tier; wait up to `timeout` s for those that start."""
     end = time.monotonic() + timeout
     while True:
         tiers: list[dict[str, Any]] = observer.status().get("tiers", [])
@@ -351,7 +352,7 @@ def tier_reports(observer: Scheduler, timeout: float) -> list[dict[str, Any]]:
 
 
 def tier_report(tier: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of a tier, from its entry in the status.
+    """Return the self-test's report of a tier, from the tier's entry in the status report.
 
     `ok`: its process serves and its breaker is closed. `stored`, `loaded` and `corrupt` are chunks
     since the daemon's start.

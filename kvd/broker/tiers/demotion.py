@@ -95,7 +95,7 @@ class Demotion:
         """Non-empty queues, each with the `keep` setting of the tiers that take its chunks."""
         for namespace in self._state.open_namespaces:
             table = namespace.table
-            for queue, keep in ((table.on_asked, "asked"), (table.on_ready, "all")):
+            for queue, keep in ((table.asked_queue, "asked"), (table.ready_queue, "all")):
                 if queue:
                     yield namespace, queue, keep
 
@@ -107,12 +107,15 @@ class Demotion:
         ]
 
     def probe(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Probe a tier with a put of one waiting chunk, if a chunk waits."""
+        """Put one waiting chunk, by which the breaker sees whether the tier works again.
+
+        The chunk leaves its queue for all tiers. Nothing is put if none waits or the tier has it.
+        """
         for namespace in self._state.open_namespaces:
             tier_namespace = tier.namespaces.get(namespace)
             if tier_namespace is None or tier_namespace.salt is None:
                 continue
-            for queue in (namespace.table.on_asked, namespace.table.on_ready):
+            for queue in (namespace.table.asked_queue, namespace.table.ready_queue):
                 if queue and (chunks := _take(queue, 1, [tier])):
                     return self._put(tier, namespace, chunks, now)
         return []

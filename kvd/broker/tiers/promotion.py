@@ -299,9 +299,9 @@ class Promotion:
         now: float,
     ) -> list[Effect]:
         """Order a tier to fill slots with these chunks, as far as there are slots."""
-        usable = None if self._state.pool_usable else self._state.pinned_bytes
+        filled_bytes = None if self._state.pool_usable else self._state.pinned_bytes
         taken = namespace.table.promotions.begin(
-            keys, tier.writer, now, SLOT_SECONDS, len(keys), usable=usable
+            keys, tier.writer, now, SLOT_SECONDS, len(keys), filled_bytes=filled_bytes
         )
         if not taken:
             return []

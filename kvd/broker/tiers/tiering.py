@@ -219,7 +219,7 @@ class Tiering:
         return effects + self._on_breaker_change(tier, now)
 
     def _on_ready(self, tier: TierProcess, message: TierReady, now: float) -> list[Effect]:
-        tier.child.serves(message.pid)
+        tier.child.began_serving(message.pid)
         tier.described = message.described
         tier.breaker.process_changed(now)
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes

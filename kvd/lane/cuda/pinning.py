@@ -226,7 +226,7 @@ class PinnedPool:
     def _pin_piece(self, piece: int) -> None:
         """Pin a piece if it is still requested; log after each tenth of the requested bytes."""
         begin, end = self._fill.span(piece)
-        with self._driver_turn() as acquired:
+        with self._pin_turn() as acquired:
             if not (acquired and self._requested[piece]):
                 return
             address = self._address + begin
@@ -249,7 +249,7 @@ class PinnedPool:
     def _unpin_piece(self, piece: int) -> None:
         """Unpin a piece unless it is requested again; if that fails, it stays pinned for good."""
         begin, end = self._fill.span(piece)
-        with self._driver_turn() as acquired:
+        with self._pin_turn() as acquired:
             with self._changed:
                 if not acquired or self._requested[piece]:
                     return
@@ -266,13 +266,13 @@ class PinnedPool:
                 self.pinned_bytes -= end - begin
 
     @contextmanager
-    def _driver_turn(self) -> Iterator[bool]:
-        """Hold the pin lock for a call of the driver and the pause after it.
+    def _pin_turn(self) -> Iterator[bool]:
+        """Hold the pin lock for a call of the driver and a pause after it.
 
-        Other processes get the driver in the pause.
+        No lane of the daemon pins in the pause, so engines get the driver.
 
         Yields:
-            False if the pool is being closed, and the lock was not acquired.
+            Whether the driver may be called; False if the pool is being closed.
         """
         acquired = self._acquire_lock()
         try:

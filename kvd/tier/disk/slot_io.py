@@ -163,10 +163,10 @@ class SlotRunIO:
         unstaged = 0 if self._staged else self._head_offset  # bytes of a slot
         staged_bytes = slot_bytes - unstaged
         memory = _staging_buffer(len(run) * staged_bytes)
-        self._slots = [
+        self._slot_buffers = [
             memory[begin : begin + staged_bytes] for begin in range(0, len(memory), staged_bytes)
         ]
-        self._heads = [slot[self._head_offset - unstaged :] for slot in self._slots]
+        self._heads = [slot[self._head_offset - unstaged :] for slot in self._slot_buffers]
         self._pieces: list[memoryview] = [memory] if self._staged else []
         if not self._staged:
             for chunk, head in zip(self._chunks, self._heads, strict=True):
@@ -185,27 +185,27 @@ class SlotRunIO:
             head[_LENGTH.size : end] = chunk.head
             head[end:] = bytes(len(head) - end)
         if self._staged:
-            for slot, chunk in zip(self._slots, self._chunks, strict=True):
+            for slot, chunk in zip(self._slot_buffers, self._chunks, strict=True):
                 offset = 0
                 for share in chunk.shares:
                     slot[offset : offset + len(share)] = share
                     offset += len(share)
                 slot[offset : self._head_offset] = bytes(self._head_offset - offset)
-        moved = os.pwritev(self._file, self._pieces, self._offset)
-        if moved != self._nbytes:
-            raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were written")
+        num_written = os.pwritev(self._file, self._pieces, self._offset)
+        if num_written != self._nbytes:
+            raise OSError(errno.EIO, f"{num_written} of {self._nbytes} bytes were written")
 
     def read(self) -> None:
-        """Read shares and heads into the chunks.
+        """Read shares and heads into the chunks; the caller checks the seal.
 
         Raises:
             OSError: I/O error, or a short read.
         """
-        moved = os.preadv(self._file, self._pieces, self._offset)
-        if moved != self._nbytes:
-            raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were read")
+        num_read = os.preadv(self._file, self._pieces, self._offset)
+        if num_read != self._nbytes:
+            raise OSError(errno.EIO, f"{num_read} of {self._nbytes} bytes were read")
         if self._staged:
-            for slot, chunk in zip(self._slots, self._chunks, strict=True):
+            for slot, chunk in zip(self._slot_buffers, self._chunks, strict=True):
                 offset = 0
                 for share in chunk.shares:
                     share[:] = slot[offset : offset + len(share)]

@@ -245,7 +245,7 @@ def _run(
             for prompt in track(prompts, "serving", console=console):
                 signals.check()
                 engine.serve(prompt)
-            engine.drain()
+            engine.finish_jobs()
             signals.check()
             wall_seconds = time.perf_counter() - started
             tier_figures = settled_figures(scheduler) if tiers else NO_FIGURES

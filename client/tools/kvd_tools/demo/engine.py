@@ -201,8 +201,8 @@ class DemoEngine:
             position = end
         self._leave(request)
 
-    def drain(self) -> None:
-        """Wait for all jobs, then check that each block was freed exactly once."""
+    def finish_jobs(self) -> None:
+        """Wait for all jobs, count the last evictions; check that each block was freed once."""
         while self._jobs:
             self._receive_reports()
         self._count_evicted()
@@ -270,6 +270,7 @@ class DemoEngine:
             self._submit(ticket, groups, request)
 
     def _count_evicted(self) -> None:
+        """Count the chunks that the daemon has removed since the last call."""
         while self._scheduler.changes_waiting:
             self.counts["evicted_chunks"] += len(self._scheduler.take_changes().removed)
 
