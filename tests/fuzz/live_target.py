@@ -139,6 +139,8 @@ class Actor:
         """The connection, which is made anew to a lane; None where it has ended."""
         line = self._lines.get(where)
         if where == "lane" and self._endpoint and (line is None or line.ended):
+            if line is not None:
+                line.connection.close()
             with contextlib.suppress(OSError, EOFError):
                 # An earlier connection ends without a word where a later one joins.
                 line = Line(RawConnection(self._endpoint), end_is_explained=False)
