@@ -30,7 +30,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +352,9 @@ def main() -> None:
         module = path.removeprefix("client/").removesuffix(".py").replace("/", ".")
         if not module.endswith("__main__"):
             importlib.import_module(module.removesuffix(".__init__"))
+    for path in sorted({test.name.partition("::")[0] for test in chain(*by_statement.values())}):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # forked trials say why
+            importlib.import_module(path.removesuffix(".py").replace("/", "."))
     Trials(folder, by_statement).run(_draw(statements, arguments.sample, arguments.seed))
     print_table(folder, statements, by_statement)
 
