@@ -238,10 +238,15 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
 
         assert manager.scheduler.wait_attached(PATIENCE)
         whole(views).zero_()
-        source = manager.prepare_load(keys, REQUEST)
-        assert not source.missing
-        rank.submit_load(LOAD, source, job(2, BLOCKS // 2))
-        assert ended(rank, LOAD)
+
+        def load() -> bool:
+            source = manager.prepare_load(keys, REQUEST)
+            rank.submit_load(LOAD, source, job(2, BLOCKS // 2))
+            is_loaded = ended(rank, LOAD) and not source.missing
+            manager.complete_load(keys, REQUEST)
+            return is_loaded
+
+        eventually(load)  # a miss until scheduler and lane know that the rank is back
         after = pages(views, [*views], [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
         assert all(map(torch.equal, before, after))
     finally:
