@@ -29,7 +29,7 @@ NO_METADATA_SERVER = "P2PHANDSHAKE"
 _KEYS = ("master", "metadata", "protocol", "devices", "segment", "host")
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 INSTALL = f"pip install {PACKAGES[0]} (or {PACKAGES[1]} where CUDA is)"
-LIBRARIES = "libibverbs1, librdmacm1 and libnuma1"
+LIBRARIES = "libibverbs1, librdmacm1, libnuma1 and libcurl4"
 
 DONE: Final = 0
 NO_ROOM: Final = -200  # NO_AVAILABLE_HANDLE: eviction is behind, or there is no store
