@@ -421,7 +421,7 @@ def _store_tier(name: str, store: StoreFacts) -> Iterator[Verdict]:
         yield fail(
             f"{name}: the package cannot be used: {store.missing}",
             "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1,"
-            " librdmacm1 and libnuma1",
+            " librdmacm1, libnuma1 and libcurl4",
         )
     if store.refused:
         yield fail(
