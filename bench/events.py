@@ -133,9 +133,9 @@ class Storing:
         stored = 0
         while stored < SLOTS * 5 // 4:
             stored += len(self.store(BATCH))
-        self.drain()
+        self.take_all_changes()
 
-    def drain(self) -> None:
+    def take_all_changes(self) -> None:
         """Take all changes."""
         while self.scheduler.changes_waiting:
             self.scheduler.take_changes()
@@ -190,7 +190,7 @@ def most() -> Figures:
         with Daemon(8 * batch * PAGE) as daemon, Storing(daemon, batch) as engine:
             for _ in range(16):
                 engine.store(batch)
-            engine.drain()
+            engine.take_all_changes()
             stored, began = 0, time.perf_counter()
             while time.perf_counter() - began < MOST_SECONDS:
                 stored += len(engine.store(batch))

@@ -357,9 +357,8 @@ class Announcer:
             block.repeat_round = chains.repeat_round
         else:
             if not block.chained:
-                chains.to_recheck.append(
-                    block
-                )  # descriptions of its other chunks may have been unreadable
+                # Descriptions of its other chunks may have been unreadable.
+                chains.to_recheck.append(block)
             return block, False
         removed.append(block_hash)
         return block, True

@@ -272,7 +272,7 @@ class Worker(ClientSession):
         *,
         layerwise: bool = False,
     ) -> bool:
-        """Submit a copy of the ticket's chunks into their blocks; arguments and errors as `store`.
+        """Submit a copy of the ticket's chunks into their blocks; all else as `store`.
 
         With `layerwise` the layers are copied one after another, and `layers_loaded` counts them.
         """

@@ -284,9 +284,8 @@ class TierTable(TierTableView):
             words[free_places, 1] = self._epoch[0]
             words[free_places, 2] = blocks[placed]
             table[free_places, -KEY_BYTES:] = padded[placed]
-            words[free_places, 0] = same[placed] | np.uint64(
-                bit << 8 | HELD
-            )  # last: readers see it now
+            # Last: readers see it now.
+            words[free_places, 0] = same[placed] | np.uint64(bit << 8 | HELD)
             places[probing[first_words != 0]] += 1
             finished[winners] = True
             probing = probing[~finished]

@@ -262,9 +262,8 @@ def probe_disk(setting: TierSetting) -> Iterator[ProbeFields]:
     """Yield fields of `DiskFacts` as they become known, and `doing`: the next step."""
     directory = Path(setting.target)
     yield {"doing": f"looking at {directory}"}
-    yield _mount(
-        directory
-    )  # from the path alone, so that the mount is known if the next step hangs
+    # From the path alone, so that the mount is known if the next step hangs.
+    yield _mount(directory)
     directory = directory.resolve()
     yield _mount(directory)
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())

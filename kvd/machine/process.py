@@ -226,9 +226,8 @@ def lower_priority() -> None:
         attributes = _SCHED_ATTR.pack(
             _SCHED_ATTR.size, os.SCHED_BATCH, 0, nice, 0, _LONG_SLICE_NS, 0, 0
         )
-        ctypes.CDLL(None).syscall(
-            number, 0, attributes, 0
-        )  # a failure on other kernels is harmless
+        # A failure on other kernels is harmless.
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
 @contextlib.contextmanager

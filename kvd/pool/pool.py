@@ -152,9 +152,8 @@ class Pool:
         self.quotas = Quotas(self.extents, self._spaces)
         self._owner: list[PoolSpace | None] = [None] * self.extents.count
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
-        self._num_changes = (
-            0  # of owners and quotas; a space that could not grow waits for the next
-        )
+        # Of owners and quotas; a space that could not grow waits for the next change.
+        self._num_changes = 0
         self._num_joined = 0
         self._last_stamp = 0
 

@@ -453,9 +453,8 @@ class BrokerService:
     def _shutdown(self) -> None:
         """Close all in order: clients and children first, then pool and runtime directory."""
         self._http.close()
-        self._notifier.notify_stopping(
-            self.core.supervision.unpin_seconds
-        )  # killed lanes still unpin the pool
+        # Killed lanes still unpin the pool.
+        self._notifier.notify_stopping(self.core.supervision.unpin_seconds)
         self._sessions.close()
         self._children.close()
         ledgers = [namespace.directory.ledger for namespace in self.core.state.open_namespaces]

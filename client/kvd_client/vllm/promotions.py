@@ -89,9 +89,8 @@ class TierWaits:
         self._waits: dict[str, TierWait] = {}  # by request
         self._sources: dict[str, dict[OffloadKey, int]] = {}  # by request: tiers of its chunks
         self._tier_chunks: dict[OffloadKey, int] = {}  # met by the present search: their tiers
-        self._simulated_hits: bool | None = (
-            None  # how a simulation counts them; None: no simulation
-        )
+        # How a simulation counts them; None: no simulation.
+        self._simulated_hits: bool | None = None
         self._requested_bytes: dict[int, int] = {}  # by tier, in this step
         self._last_probe = -PROBE_SECONDS
 
