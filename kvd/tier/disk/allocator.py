@@ -121,9 +121,8 @@ class SlotAllocator:
         self._last_warning = ""
         self._pause_until = 0.0
         self._next_floor_check = 0.0
-        self._next_search: dict[
-            int, int
-        ] = {}  # by slot size: the sequence of the next one for room
+        # By slot size: the sequence of the next search for room.
+        self._next_search: dict[int, int] = {}
         self._next_number = max([0, *self._directory.slab_numbers()]) + 1
 
     def shrink(self) -> int:
