@@ -42,6 +42,17 @@ WHERE = st.integers(0, 1)
 ROOM = 10 * (sum(SHARES) + 200)  # chunks
 
 
+class CountingTier(MemoryTier):
+    """Counts how often the service has asked for dropped keys."""
+
+    num_takes = 0
+
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
+        """Count the call when it begins."""
+        self.num_takes += 1
+        return super().take_dropped()
+
+
 class Service(RuleBasedStateMachine):
     """A broker with two namespaces, and what it may rely on.
 
@@ -57,7 +68,7 @@ class Service(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.hang = Path(self.folder.name) / "hang"
         options = {"size": str(ROOM), "corrupt": self.corrupt, "fail": self.fail}
-        tier = MemoryTier.open(
+        tier = CountingTier.open(
             BackendOptions("", options | {"hang": str(self.hang)}), memoryview(b"")
         )
         tier.batch_bytes = 2 * sum(SHARES)
@@ -86,9 +97,14 @@ class Service(RuleBasedStateMachine):
         assert done.number == order.number
         return done
 
-    def wait_for_tidiness(self) -> None:
-        """Until all that the backend dropped was told, and nothing is left to do."""
-        eventually(lambda: self.broker.pong().chunks, lambda n: n == self.tier.capacity().chunks)
+    def take_removed(self) -> None:
+        """Wait until every key that the backend has dropped is reported, and forget these keys.
+
+        Once the service asks for the second time from now, the answer to the first is on its way.
+        """
+        enough = self.tier.num_takes + 2
+        eventually(lambda: self.broker.pong() and self.tier.num_takes >= enough)
+        self.broker.pong()
         for message in [each for each in self.broker.others if isinstance(each, RemovedChunks)]:
             self.broker.others.remove(message)
             where = [space.name for space in self.broker.spaces].index(message.namespace)
@@ -134,7 +150,7 @@ class Service(RuleBasedStateMachine):
                 assert space.read(slot) == content(key, sum(SHARES)).tobytes()
                 assert (coverage, description) == (coverage_of(key), described(key))
             elif code == ABSENT:
-                self.wait_for_tidiness()
+                self.take_removed()
                 assert key not in self.held[where]
 
     @rule(where=WHERE, keys=st.lists(KEY, min_size=1, max_size=4))
@@ -143,7 +159,7 @@ class Service(RuleBasedStateMachine):
         number, name = self.next_number(), self.space(where).name
         order = Lookup(number=number, namespace=name, keys=tuple(keys), deadline_ms=60_000)
         outcomes = self.broker.outcomes(order)
-        self.wait_for_tidiness()
+        self.take_removed()
         for key, outcome in zip(keys, outcomes, strict=True):
             assert outcome in (OK, ABSENT, FAILED)
             assert outcome is not ABSENT or key not in self.held[where]
@@ -167,14 +183,13 @@ class Service(RuleBasedStateMachine):
     def close_and_open(self, where: int, known: bool) -> None:
         """A namespace that is opened again has its salt, and a scan tells all that is held."""
         space = self.space(where)
-        self.broker.pong()
+        self.take_removed()  # those of a closed namespace are not reported
         self.broker.send(CloseNamespace(namespace=space.name))
         self.broker.pong()
         of_resets = NamespaceOpened | ScanResult
         self.broker.others = [m for m in self.broker.others if not isinstance(m, of_resets)]
         assert space.open(self.salts[where] if known else b"") == self.salts[where]
         listed = self.broker.scan(space.name)
-        self.wait_for_tidiness()
         assert listed.keys() >= self.held[where]
         assert listed == {key: coverage_of(key) for key in listed}
 
