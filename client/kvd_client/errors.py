@@ -13,6 +13,7 @@ has changed nothing, and no background thread meets a value that it cannot send.
     ├── UnsupportedMemory
     ├── UnsupportedVllm
     ├── CudaError
+    ├── InternalError
     └── DaemonLost              becomes a miss, never leaves the package
         ├── Refused
         └── AccessDenied
@@ -69,6 +70,10 @@ class CudaError(KvdClientError):
         self.code = code
         self.name = name
         self.attempted = attempted
+
+
+class InternalError(KvdClientError):
+    """An invariant of the client does not hold: a bug in kvd. Only `check_integrity` raises it."""
 
 
 class DaemonLost(KvdClientError):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd_client.errors import UsageError, get_logger
+from kvd_client.errors import InternalError, UsageError, get_logger
 from kvd_client.lane_link import LaneLink
 from kvd_client.readiness import Readiness
 from kvd_client.timeline import ControlPage
@@ -237,6 +237,31 @@ class JobTable:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    def check_integrity(self) -> None:
+        """Compare the jobs with what lanes still owe, and with the words of the control page.
+
+        Raises:
+            InternalError: they differ.
+        """
+        with self._lock:
+            pending = {
+                (id(link), request_id): job_id
+                for link in self._links
+                for request_id, job_id in link.pending.items()
+            }
+            jobs = self._running.items()
+            if pending != {(id(job.link), job.request_id): job_id for job_id, job in jobs}:
+                raise InternalError(f"{len(jobs)} jobs run, lanes owe {len(pending)} other answers")
+            if self._lane is not None and self._lane not in self._links:
+                raise InternalError("the answers of the present lane are not received")
+            running = self._running.values()
+            words = self._free_words + [job.word for job in running if job.is_store]
+            progress = self._free_progress + [job.progress for job in running if job.progress]
+            if sorted(words) != list(range(TIMELINE_WORD + 1, EPOCH_WORDS)):
+                raise InternalError("a store's word of the control page is lost, or used twice")
+            if sorted(progress) != list(range(1, PROGRESS_WORDS + 1)):
+                raise InternalError("a progress word is lost, or used twice")
 
     # -------------------------------------------------- called under the lock
 

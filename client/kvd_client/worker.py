@@ -391,6 +391,10 @@ class Worker(ClientSession):
         self._check_open()
         self._jobs.cancel(_job_ids(job_ids))
 
+    def check_integrity(self) -> None:
+        """Raise InternalError if the jobs disagree with the lanes or the control page."""
+        self._jobs.check_integrity()
+
     def close(self) -> None:
         """Unregister the memory and end the session. May be called again.
 

@@ -126,7 +126,10 @@ class TierBackend(ABC):
 
     @abstractmethod
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Store chunks. A chunk that is stored already stays as it is, or is replaced whole."""
+        """Store chunks. A chunk that is stored already stays as it is, or is replaced whole.
+
+        OK also for a chunk that a later one of this call evicts: `take_dropped` returns its key.
+        """
 
     @abstractmethod
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:

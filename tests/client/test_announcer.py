@@ -176,7 +176,6 @@ class RoutersMachine(RuleBasedStateMachine):
         self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
         self.doomed: set[bytes] = set()  # of `in_memory`, those that cannot be described any more
         self.remembered: set[bytes] = set()  # keys whose descriptions are, since there are tiers
-        self.announcer = Announcer(self.descriptions.get)
         self.listeners = [Listener(exact=True) for _ in range(3)]
         self.in_round: list[Listener] = []  # they have heard all of this round
         self.generation = 0
@@ -186,11 +185,19 @@ class RoutersMachine(RuleBasedStateMachine):
         lengths=st.lists(st.integers(1, 4), min_size=NODES, max_size=NODES),
         undescribed=st.sets(st.integers(0, NODES - 1), max_size=3),
         has_tiers=st.booleans(),
+        tier_groups=st.sampled_from((None, [0])),
     )
     def plant(
-        self, parents: list[int], lengths: list[int], undescribed: set[int], has_tiers: bool
+        self,
+        parents: list[int],
+        lengths: list[int],
+        undescribed: set[int],
+        has_tiers: bool,
+        tier_groups: list[int] | None,
     ) -> None:
         """Node n comes after one of the four before it, or begins a prompt."""
+        self.tier_groups = range(GROUPS) if tier_groups is None else tier_groups
+        self.announcer = Announcer(self.descriptions.get, tier_groups)
         self.announcer.has_tiers = has_tiers
         self.parents = [None if not back else n - back for n, back in enumerate(parents)]
         self.parents = [None if p is not None and p < 0 else p for p in self.parents]
@@ -245,7 +252,8 @@ class RoutersMachine(RuleBasedStateMachine):
                     self.descriptions.pop(self.in_memory[key], None)
                 self.in_memory[key] = differences.stored[key] = self.place(node, group, cut)
                 self.doomed.discard(key)
-                if self.announcer.has_tiers and node not in self.undescribed:
+                may_move = self.announcer.has_tiers and group in self.tier_groups
+                if may_move and node not in self.undescribed:
                     self.remembered.add(key)
         for choice in released:
             if self.in_tiers:
@@ -256,22 +264,24 @@ class RoutersMachine(RuleBasedStateMachine):
         for node, group, cut in moved:
             key = key_of(node, group)
             if key not in differences.removed_from_tiers:
-                self.keep(key, node, cut, differences, is_described=self.is_described(key))
+                self.move(key, node, cut, differences, is_described=self.is_described(key))
         self.bare -= {key for key in differences.stored if self.is_described(key)}
         self.hear(self.announcer.announce(differences))
 
-    def keep(
+    def move(
         self, key: bytes, node: int, cut: int, differences: Differences, *, is_described: bool
     ) -> None:
-        """Tiers hold a chunk without some of its first blocks."""
+        """Tiers get a chunk without some of its first blocks."""
         path, _ = self.nodes(node)
         first = min(cut, len(path) - 1)
+        differences.stored_in_tiers[key] = ChunkLocation(NO_SLOT, 0, first, len(path) - first, 0)
+        if int.from_bytes(key[-4:], "big") not in self.tier_groups:
+            return  # not announced
         if not is_described and (key not in self.in_tiers or key in self.bare):
             self.bare.add(key)
         else:
             self.bare.discard(key)
         self.in_tiers[key] = node, first
-        differences.stored_in_tiers[key] = ChunkLocation(NO_SLOT, 0, first, len(path) - first, 0)
 
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
     def move_down(self, choices: list[int]) -> None:
@@ -281,7 +291,7 @@ class RoutersMachine(RuleBasedStateMachine):
             if self.in_memory:
                 key = list(self.in_memory)[choice % len(self.in_memory)]
                 node, first = self.in_memory[key].slot, self.in_memory[key].first
-                self.keep(key, node, first, differences, is_described=self.is_described(key))
+                self.move(key, node, first, differences, is_described=self.is_described(key))
         self.hear(self.announcer.announce(differences))
 
     @rule(chunk=chunks, is_reused=st.booleans())
@@ -294,7 +304,7 @@ class RoutersMachine(RuleBasedStateMachine):
         if key not in self.in_memory:
             differences = Differences(last_locations={key: place})
             is_described = place in self.descriptions or key in self.remembered
-            self.keep(key, node, cut, differences, is_described=is_described)
+            self.move(key, node, cut, differences, is_described=is_described)
             self.hear(self.announcer.announce(differences))
         self.descriptions.pop(place, None)
 
@@ -442,7 +452,7 @@ class RoutersMachine(RuleBasedStateMachine):
         }
         assert len(self.announcer) == len(self.in_memory) + len(self.in_tiers)
         assert self.listeners[0].plain == blocks
-        if self.doomed and not self.announcer.has_tiers:
+        if not self.remembered.issuperset(self.doomed):
             return
         for listener in self.listeners:
             if listener.exact:

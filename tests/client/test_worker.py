@@ -26,7 +26,6 @@ from kvd_client import (
     Worker,
     lane_link,
 )
-from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
     Detached,
     Error,
@@ -57,21 +56,8 @@ def results(worker: Worker, count: int = 1) -> list[JobResult]:
     while len(got) < count:
         assert time.monotonic() < end, got
         got += worker.get_finished()
-    check_jobs(worker)
+    worker.check_integrity()
     return got
-
-
-def check_jobs(worker: Worker) -> None:
-    """Jobs and the lanes' open requests name each other; every word is free or one job's."""
-    table = worker._jobs
-    with table._lock:
-        owed = {(id(link), r): job for link in table._links for r, job in link.pending.items()}
-        assert owed == {(id(r.link), r.request_id): job for job, r in table._running.items()}
-        assert table._lane is None or table._lane in table._links
-        taken = [running.word for running in table._running.values() if running.is_store]
-        assert sorted([*table._free_words, *taken]) == list(range(1, EPOCH_WORDS))
-        watched = [running.progress for running in table._running.values() if running.progress]
-        assert sorted([*table._free_progress, *watched]) == list(range(1, PROGRESS_WORDS + 1))
 
 
 def until_registered(worker: Worker, value: bool) -> None:

@@ -10,35 +10,12 @@ import pytest
 from kvd.outcomes import Outcome
 from kvd.tier.contract import BackendOptions, TierBackend
 from kvd.tier.disk import DiskTier
-from kvd.tier.disk.slabs import BUSY, FREE, HELD, Slab
-from kvd.tier.disk.slots import place_of, split
+from kvd.tier.disk.slabs import Slab
 from tests.tier.areas import Area, begun, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, Model, put_all, soon
 from tests.tier.doubles.memory_tier import MemoryTier
 
 MIB = 2**20
-
-
-def check_integrity(tier: DiskTier) -> None:
-    """What the tier has in memory agrees: chunks, slots and rings; nothing may be under way."""
-    slots = tier._index
-    places = [place for held in slots.spaces.values() for place in held.values()]
-    states = sorted(
-        (place_of(slab.number, slot), state)
-        for slab in slots.slabs.values()
-        for slot, state in enumerate(slab.states)
-    )
-    assert slots.nbytes == sum(slab.nbytes for slab in slots.slabs.values())
-    assert sorted(places) == [place for place, state in states if state == HELD]
-    for space, held in slots.spaces.items():
-        for key, place in held.items():
-            at, slot = split(place)
-            assert slots.slabs[at].owner(slot) == (space, key)
-    free = sorted(place for size_class in slots._size_classes.values() for place in size_class.free)
-    assert free == [place for place, state in states if state == FREE]
-    for slab in slots.slabs.values():
-        readers = sum(n for place, n in slots._readers.items() if split(place)[0] == slab.number)
-        assert slab.pins == readers + slab.states.count(BUSY)
 
 
 class TestDiskTier(Conformance):
@@ -60,14 +37,14 @@ class TestDiskTier(Conformance):
 
         yield make
         for tier in opened:
-            check_integrity(tier)
+            tier.check_integrity()
             tier.close()
 
     def agrees(self, tier: TierBackend, model: Model) -> None:
         """Its memory agrees with itself, and its files keep to the budget."""
         super().agrees(tier, model)
         assert isinstance(tier, DiskTier)
-        check_integrity(tier)
+        tier.check_integrity()
         files = [f for f in self.folder.iterdir() if f.suffix in {".slab", ".index"}]
         assert sum(file.stat().st_blocks * 512 for file in files) <= self.small
 
@@ -130,7 +107,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert full - full // 128 <= tier.capacity().chunks <= full + full // 128
     told = sum(len(keys) for _, keys in tier.take_dropped())
     assert told == sum(erased)
-    check_integrity(tier)
+    tier.check_integrity()
     tier.close()
 
 

@@ -25,7 +25,6 @@ from kvd.tier.disk import DiskTier, slabs
 from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
-from tests.tier.test_disk import check_integrity
 from tests.waiting import PATIENCE
 
 MIB = 2**20
@@ -71,7 +70,7 @@ class Disks:
     def close(self) -> None:
         """Close all, whose memory must agree with itself."""
         for tier in self._opened:
-            check_integrity(tier)
+            tier.check_integrity()
             tier.close()
 
 
@@ -625,7 +624,7 @@ def test_killed_in_mid_write(disks: Disks) -> None:
         for key in sorted(listed):
             assert disks.got(tier, space, [key]) == [OK]
         known = listed
-        check_integrity(tier)
+        tier.check_integrity()
         tier.close()
 
 

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvd.errors import IntegrityError
 from kvd.tier.disk.slabs import (
     BUSY,
     DOOMED,
@@ -353,6 +354,39 @@ class SlotIndex:
     def _set_free(self, slab: Slab, slot: int) -> None:
         slab.states[slot] = FREE
         self._size_classes[slab.slot_bytes].free.append(place_of(slab.number, slot))
+
+    def check_integrity(self) -> None:
+        """Compare places, free lists, pins and bytes with the states of all slots.
+
+        Raises:
+            IntegrityError: they differ.
+        """
+        slabs = self.slabs.values()
+        if self.nbytes != sum(slab.nbytes for slab in slabs):
+            raise IntegrityError(f"{self.nbytes} bytes are counted for {len(slabs)} slabs")
+        indexed = [place for places in self.spaces.values() for place in places.values()]
+        free = [place for size_class in self._size_classes.values() for place in size_class.free]
+        for name, places, state in (("indexed", indexed, HELD), ("free", free, FREE)):
+            if sorted(places) != self._places_in(state):
+                raise IntegrityError(f"the {name} places are not the slots in state {state}")
+        for space, key_places in self.spaces.items():
+            for key, place in key_places.items():
+                number, slot = split(place)
+                if self.slabs[number].owner(slot) != (space, key):
+                    raise IntegrityError(f"slot {slot} of slab {number} is of another chunk")
+        for slab in slabs:
+            first = place_of(slab.number, 0)
+            readers = sum(self._readers.get(first + slot, 0) for slot in range(slab.num_slots))
+            if slab.pins != readers + slab.states.count(BUSY):
+                raise IntegrityError(f"slab {slab.number} has {slab.pins} pins, {readers} readers")
+
+    def _places_in(self, state: int) -> list[int]:
+        return sorted(
+            place_of(slab.number, slot)
+            for slab in self.slabs.values()
+            for slot in range(slab.num_slots)
+            if slab.states[slot] == state
+        )
 
     def _forget(self, slab: Slab, slot: int) -> None:
         """Remove the chunk of a slot from the index, and report its key as dropped."""

@@ -327,6 +327,11 @@ class DiskTier(TierBackend):
             num_chunks, nbytes = self._index.usage()
         return Capacity(self._options.size, nbytes, num_chunks)
 
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the index of slots disagrees with itself."""
+        with self._lock:
+            self._index.check_integrity()
+
     def close(self) -> None:
         """Sync and close all slabs, and release the directory."""
         if self._closed:
