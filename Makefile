@@ -93,7 +93,7 @@ mutants: $(STAMP) ## delete statements one by one (SAMPLE=n of each package), sa
 	PYTHONPATH=. $(BIN)/python -m tests.mutants.run build/mutants --sample $(or $(SAMPLE),0) --seed $(or $(SEED),0)
 
 # The packages that decide, and the parts around them: nothing here starts a daemon.
-FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/replay tests/report tests/events tests/server
+FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/replay tests/report tests/server
 
 test-fast: $(STAMP) ## the part of it that starts no daemon: under a minute
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)

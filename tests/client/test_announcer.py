@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,6 +29,7 @@ from kvd_client.block_chains import (
 )
 from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description
+from tests.exploring import explored
 
 BLOCK_SIZE = 2
 NODES = 14
@@ -503,9 +503,7 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes and goes in which order, each kind of router has what it can have."""
     monkeypatch.setattr(announcer_module, "MAX_REANNOUNCED_RUNS", 2)
     monkeypatch.setattr(announcer_module, "REMOVALS_PER_CHUNK", 1)
-    run_state_machine_as_test(
-        RoutersMachine, settings=settings(stateful_step_count=40, parent=settings.default)
-    )
+    run_state_machine_as_test(RoutersMachine, settings=explored(300, 40))
 
 
 def test_chunks_on_their_way_to_tiers_keep_descriptions(

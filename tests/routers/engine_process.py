@@ -22,7 +22,7 @@ from kvd_client.changes import Differences
 from kvd_client.tickets import pack_chunks
 from kvd_client.vllm.events import PoolEvents
 from tests.daemon.engines import Engine, make_layout
-from tests.events.content import (
+from tests.routers.content import (
     CHUNKS,
     CONVERSATIONS,
     FACTOR,

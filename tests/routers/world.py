@@ -19,11 +19,11 @@ from kvd_proto.changes import HEAD_AT
 from tests.chaos.world import Config, Daemon
 from tests.daemon.serving import finding_doubles
 from tests.daemon.slots import directory_fd
-from tests.events.expected import Expected, Indexes, held, held_below
-from tests.events.llmd import BLOCK_TOKENS
 from tests.processes import children_running
 from tests.routers.engine_process import Spec, run_engine
+from tests.routers.expected import Expected, Indexes, held, held_below
 from tests.routers.indexer import DynamoIndexer, endpoints
+from tests.routers.llmd import BLOCK_TOKENS
 from tests.waiting import PATIENCE, eventually
 
 CONFIG: Config = {

@@ -180,11 +180,12 @@ class KvdOffloadingSpec(OffloadingSpec):
 
 
 def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:
-    """Return the fingerprint of an engine, the same in all its ranks: all that KV bytes depend on.
+    """Return what KV bytes depend on beyond block hashes and the registered layout.
 
-    vLLM's block hashes cover prompt tokens, LoRA, images and cache salts; the registered layout
-    covers layers, pages and ranks. The fingerprint covers the rest. What it has in excess costs
-    misses; what it lacks costs wrong tokens.
+    vLLM's block hashes cover prompt tokens, LoRA, images and cache salts; the layout covers layers,
+    pages and ranks. A needless part costs misses; a missing one costs wrong tokens.
+
+    The daemon refuses a rank whose fingerprint is not that of the engine's other ranks.
     """
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     speculative = vllm_config.speculative_config

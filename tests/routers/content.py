@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from kvd_proto.descriptions import Description, encode
-from tests.events.llmd import BLOCK_TOKENS
+from tests.routers.llmd import BLOCK_TOKENS
 
 FACTOR = 2  # blocks of a chunk
 CHUNKS = 6  # of a conversation

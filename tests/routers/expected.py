@@ -8,8 +8,8 @@ from typing import Any
 
 from kvd_proto.directory import DirectoryView
 from tests.daemon.slots import ready
-from tests.events.content import MAIN_GROUP, Block, chunks, line
-from tests.events.llmd import BlockSet, LlmdIndex, PublishedBlock, low64, pod_and_model
+from tests.routers.content import MAIN_GROUP, Block, chunks, line
+from tests.routers.llmd import BlockSet, LlmdIndex, PublishedBlock, low64, pod_and_model
 
 Held = dict[bytes, range]
 """Chunks of a directory by key, each with the numbers of those of its blocks that it has."""
