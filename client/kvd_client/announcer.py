@@ -29,9 +29,9 @@ from typing import TypeAlias
 
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
+    AnnouncedBlock,
     AnnouncedChunk,
     Announcement,
-    Block,
     BlockChains,
     BlockId,
     ChunkContents,
@@ -303,7 +303,7 @@ class Announcer:
         key, in_tiers, location, _, group, hashes, parent = contents
         chunk = AnnouncedChunk(location, self._description_to_remember(contents))
         group_blocks = self._chains.group(group)
-        blocks: list[Block] = []
+        blocks: list[AnnouncedBlock] = []
         is_announced: list[bool] = []
         removed: list[bytes] = []
         for block_hash in hashes:
@@ -335,7 +335,7 @@ class Announcer:
         removed: list[bytes],
         *,
         in_tiers: bool,
-    ) -> tuple[Block, bool]:
+    ) -> tuple[AnnouncedBlock, bool]:
         """Return the block, new or known, and whether to announce it.
 
         If routers may have it already, its hash is appended to `removed`, to remove it first.
@@ -405,7 +405,7 @@ class Announcer:
         announcements += removed_blocks(removed)
 
     def _repeat_other_medium(
-        self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
+        self, removed: AnnouncedBlock, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> None:
         """Repeat a block in the other medium before this medium loses the block or its tokens.
 

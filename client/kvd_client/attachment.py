@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvd_client.connection import Connection, Notice
 from kvd_client.decisions import Decisions, Loan, LoanQueue, ReuseFilter, SchedulerTiers
@@ -184,6 +185,13 @@ class Attachment:
             raise DaemonLost(f"a step was refused: {answer.text} [{answer.code}]")
 
 
+@dataclass(slots=True, eq=False)
+class PendingReset:
+    """A reset that the daemon has not answered yet. `reply`: the answer, once it has come."""
+
+    reply: ResetDone | None = None
+
+
 class Attachments:
     """The attachments of one scheduler, one after another. For any thread.
 
@@ -192,8 +200,8 @@ class Attachments:
     Attributes:
         lock: held to decide and to send, never while waiting. It guards all attributes below.
         current: the attachment; None while the engine is detached. May be read without the lock.
-        pending_reset: a list for the answer to a reset that the daemon has not answered yet; None:
-            there is none. Until then lookups find nothing, and nothing is stored or loaded.
+        pending_reset: None: there is none. While there is one, lookups find nothing, and nothing is
+            stored or loaded.
         serials: numbers for tickets, ascending over all sessions.
         first_store, first_lease: tickets with smaller serials are void.
     """
@@ -203,7 +211,7 @@ class Attachments:
     ) -> None:
         self.lock = threading.Lock()
         self.current: Attachment | None = None
-        self.pending_reset: list[ResetDone] | None = None
+        self.pending_reset: PendingReset | None = None
         self.serials = itertools.count(1)
         self.first_store = self.first_lease = 0
         self._read_from = read_from
@@ -244,23 +252,22 @@ class Attachments:
         with self.lock:
             self._switch(None)
 
-    def begin_reset(self) -> list[ResetDone]:
-        """Void all stores, and leave a reset to the keeper; return the list for its answer."""
+    def begin_reset(self) -> PendingReset:
+        """Void all stores, and return a reset for the keeper to send."""
         with self.lock:
-            answers: list[ResetDone] = []
-            self.pending_reset = answers
+            reset = self.pending_reset = PendingReset()
             if (attachment := self.current) is not None:
                 attachment.send()  # before the reset, so that it ends these stores too
                 attachment.start_empty()
                 self.first_store = next(self.serials)
             self._read_from(None)
-        return answers
+        return reset
 
-    def end_reset(self, answers: list[ResetDone], loans: Message) -> None:
+    def end_reset(self, reset: PendingReset, loans: Message) -> None:
         """Resume after a reset with new loans: the reset has ended all others.
 
         Args:
-            answers: what `begin_reset` returned.
+            reset: what `begin_reset` returned.
             loans: the answer to a step that requested loans.
 
         Raises:
@@ -269,7 +276,7 @@ class Attachments:
         with self.lock:
             if self.current is not None:
                 self.current.add_loans(loans)
-            if self.pending_reset is answers:  # else another reset was requested meanwhile
+            if self.pending_reset is reset:  # else another reset was requested meanwhile
                 self.pending_reset = None
             self._read_from(self.serving)
 

@@ -2,8 +2,8 @@
 
 A block is chained if it and all blocks before it, back to a prompt's first block, are announced in
 its KV-cache group, each in memory or in tiers. A router that requires the parent accepts only
-chained blocks. `Block.chained` is the state at the block's last announcement: a block that was
-announced unchained, and whose chain is complete now, is in `BlockChains.to_recheck` and is
+chained blocks. `AnnouncedBlock.chained` is the state at the block's last announcement: a block that
+was announced unchained, and whose chain is complete now, is in `BlockChains.to_recheck` and is
 announced again.
 """
 
@@ -39,7 +39,7 @@ class AnnouncedChunk:
 
     location: ChunkLocation
     description: bytes | None
-    blocks: tuple["Block", ...] = ()
+    blocks: tuple["AnnouncedBlock", ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +52,14 @@ class GroupBlocks:
     """
 
     number: int
-    media: tuple[dict[bytes, "Block"], dict[bytes, "Block"]] = field(
+    media: tuple[dict[bytes, "AnnouncedBlock"], dict[bytes, "AnnouncedBlock"]] = field(
         default_factory=lambda: ({}, {})
     )
-    children: "dict[bytes, SmallSet[Block]]" = field(default_factory=dict)
+    children: "dict[bytes, SmallSet[AnnouncedBlock]]" = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class AnnouncedBlock:
     """An announced block of a group, in memory or in tiers.
 
     parent: hash of the block before it; empty: it is a prompt's first; None: all its holders are
@@ -78,7 +78,7 @@ class Block:
     chained: bool = False
 
     @property
-    def parents(self) -> list["Block"]:
+    def parents(self) -> list["AnnouncedBlock"]:
         """The blocks before it: one in memory, one in tiers, both, or none."""
         parent, media = self.parent, self.group.media
         return [blocks[parent] for blocks in media if parent in blocks] if parent else []
@@ -111,11 +111,12 @@ class BlockChains:
     """
 
     def __init__(self) -> None:
-        self.to_recheck: deque[Block] = deque()
+        self.to_recheck: deque[AnnouncedBlock] = deque()
         self.repeat_round = 0
         self._groups: dict[int, GroupBlocks] = {}  # none is empty
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[AnnouncedBlock]:
+        """Return all announced blocks, group by group, those in memory before those in tiers."""
         for group in self._groups.values():
             for blocks in group.media:
                 yield from blocks.values()
@@ -137,29 +138,29 @@ class BlockChains:
 
     def add(
         self, group: GroupBlocks, block_hash: bytes, parent: bytes | None, *, in_tiers: bool
-    ) -> Block:
+    ) -> AnnouncedBlock:
         """Add a block that is announced now, and return it; the caller adds a holder."""
-        block = Block(group, block_hash, parent, self.repeat_round, in_tiers)
+        block = AnnouncedBlock(group, block_hash, parent, self.repeat_round, in_tiers)
         group.media[in_tiers][block_hash] = block
         if parent is not None:
             self._link(block, parent)
         return block
 
-    def describe(self, block: Block, parent: bytes) -> None:
+    def describe(self, block: AnnouncedBlock, parent: bytes) -> None:
         """Link to its parent a block that was known by a key alone and is now announced again."""
         block.parent = parent
         self._link(block, parent)
 
-    def undescribe(self, block: Block) -> None:
+    def undescribe(self, block: AnnouncedBlock) -> None:
         """Unlink from its parent a block that is now announced again by its key alone."""
         self._unlink(block)
         block.parent = None
 
-    def add_holder(self, block: Block, chunk: AnnouncedChunk) -> None:
+    def add_holder(self, block: AnnouncedBlock, chunk: AnnouncedChunk) -> None:
         """Record that the chunk has the block."""
         block.holders = _adding(block.holders, chunk)
 
-    def remove_holder(self, block: Block, chunk: AnnouncedChunk) -> bool:
+    def remove_holder(self, block: AnnouncedBlock, chunk: AnnouncedChunk) -> bool:
         """Record that the chunk lost the block; return whether the block is removed with it."""
         block.holders = _removing(block.holders, chunk)
         if block.holders is not None:
@@ -172,12 +173,12 @@ class BlockChains:
             del self._groups[group.number]
         return True
 
-    def mark_repeated(self, block: Block) -> None:
+    def mark_repeated(self, block: AnnouncedBlock) -> None:
         """Record that the last round has announced a block again."""
         block.repeat_round = self.repeat_round
         self.update_chained(block)
 
-    def update_chained(self, block: Block) -> bool:
+    def update_chained(self, block: AnnouncedBlock) -> bool:
         """Mark a block as chained if its chain is complete; return whether it became chained."""
         if block.chained or not block.has_chain:
             return False
@@ -187,13 +188,13 @@ class BlockChains:
             self.to_recheck.extend(child for child in members(children) if not child.chained)
         return True
 
-    def _link(self, block: Block, parent: bytes) -> None:
+    def _link(self, block: AnnouncedBlock, parent: bytes) -> None:
         if parent:
             children = block.group.children
             children[parent] = _adding(children.get(parent), block)
         self.update_chained(block)
 
-    def _unlink(self, block: Block) -> None:
+    def _unlink(self, block: AnnouncedBlock) -> None:
         """Unlink the block from its parent; blocks whose chain breaks become unchained."""
         children = block.group.children
         if block.parent:
@@ -266,7 +267,7 @@ class RepeatRound:
         del self._path[chunk]
         return chunk
 
-    def note_announced(self, chunk: AnnouncedChunk, blocks: Iterable[Block]) -> None:
+    def note_announced(self, chunk: AnnouncedChunk, blocks: Iterable[AnnouncedBlock]) -> None:
         """Record that blocks of a chunk were announced during the round.
 
         If their chain is not repeated yet, they are repeated too: routers may not know the chain.
@@ -277,7 +278,7 @@ class RepeatRound:
         if any(block.repeat_round != self.number for block in chunk.blocks):
             self._added.append(chunk)
 
-    def _follows_repeated(self, block: Block) -> bool:
+    def _follows_repeated(self, block: AnnouncedBlock) -> bool:
         """Return whether this round has repeated the chain before a block."""
         return block.parent == b"" or any(
             parent.chained and parent.repeat_round == self.number for parent in block.parents

@@ -77,7 +77,10 @@ class InternalError(KvdClientError):
 
 
 class DaemonLost(KvdClientError):
-    """The daemon closed the connection, sent something invalid, or did not answer in time."""
+    """The session cannot go on: the daemon has ended, refuses, is too slow, or sent invalid data.
+
+    A call that meets it misses, and the session connects again; no caller of the package sees it.
+    """
 
 
 class Refused(DaemonLost):

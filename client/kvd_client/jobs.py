@@ -154,7 +154,7 @@ class JobTable:
                 )
                 self._receive_answers()
                 return self._reject(_failed(job_id, text))
-            lane.pending[request_id] = job_id
+            lane.job_by_request[request_id] = job_id
             if word:
                 self._free_words.pop()
             if progress:
@@ -248,7 +248,7 @@ class JobTable:
             pending = {
                 (id(link), request_id): job_id
                 for link in self._links
-                for request_id, job_id in link.pending.items()
+                for request_id, job_id in link.job_by_request.items()
             }
             jobs = self._running.items()
             if pending != {(id(job.link), job.request_id): job_id for job_id, job in jobs}:
@@ -270,21 +270,21 @@ class JobTable:
         for link in tuple(self._links):
             answers, is_dead = link.receive()
             for header, message in answers:
-                job_id = link.pending.pop(header.request_id, None)
+                job_id = link.job_by_request.pop(header.request_id, None)
                 if job_id is not None:
                     self._finish(_result(job_id, message))
                 for request_id in link.lost_requests(header.request_id, message):
                     text = "the connection to the lane was lost"
-                    self._finish(_failed(link.pending.pop(request_id), text))
+                    self._finish(_failed(link.job_by_request.pop(request_id), text))
             if is_dead:
-                for job_id in link.pending.values():
+                for job_id in link.job_by_request.values():
                     self._finish(_failed(job_id, _LANE_ENDED))
-                link.pending.clear()
+                link.job_by_request.clear()
                 if link is self._lane:
                     self._lane, self._has_lane_ended = None, True
-            elif link.is_closed and (link.pending or link is self._lane):
+            elif link.is_closed and (link.job_by_request or link is self._lane):
                 link.reopen()
-            if not link.pending and link is not self._lane:
+            if not link.job_by_request and link is not self._lane:
                 link.close()
                 self._links.remove(link)
         if self._running or any(link.is_closed for link in self._links):
@@ -315,7 +315,7 @@ class JobTable:
         log.warning("%d stores voided, not done within %g s", len(job_ids), seconds)
         for job_id in job_ids:
             job = self._running[job_id]
-            del job.link.pending[job.request_id]
+            del job.link.job_by_request[job.request_id]
             text = f"voided: not done within {seconds:g} s"
             self._finish(JobResult(job_id, JobStatus.VOID, text=text))
 

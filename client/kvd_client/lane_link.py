@@ -27,36 +27,39 @@ class LaneLink:
     Its first message is Join; requests may follow before the lane has answered it.
 
     Args:
-        up: the notice that announced the lane.
-        lifeline: read end of a pipe whose write end only the lane has; taken over.
+        notice: it announced the lane.
+        lifeline_fd: read end of a pipe whose write end only the lane has; taken over.
         readiness: made readable by what arrives, and by room for data that waits.
 
     Attributes:
-        pending: job id by request id, of jobs that have not ended.
+        job_by_request: job id by request id, of jobs that have not ended.
 
     Raises:
         DaemonLost: the notice has no valid address. A lane that cannot be reached now is no error:
             see `is_closed`.
     """
 
-    def __init__(self, up: LaneUp, lifeline: int, readiness: Readiness) -> None:
-        if not up.endpoint.startswith(_SCHEME):
-            raise DaemonLost(f"lanes listen at {_SCHEME} addresses, not at {up.endpoint!r}")
-        self.endpoint = up.endpoint
-        self._token = up.token
-        self.pending: dict[int, int] = {}
+    def __init__(self, notice: LaneUp, lifeline_fd: int, readiness: Readiness) -> None:
+        if not notice.endpoint.startswith(_SCHEME):
+            raise DaemonLost(
+                f"the daemon announced a lane at {notice.endpoint!r}, which is no {_SCHEME} address"
+            )
+        self.endpoint = notice.endpoint
+        self._token = notice.token
+        self.job_by_request: dict[int, int] = {}
         self._readiness = readiness
-        self._lifeline = lifeline
-        readiness.watch(lifeline, 0)
+        self._lifeline_fd = lifeline_fd
+        readiness.watch(lifeline_fd, 0)
         self._poll = select.poll()
-        self._poll.register(lifeline, 0)  # poll always reports a hang-up
-        self._polled = -1, 0  # the connection's descriptor and events
-        # Ids go on over connections: a late reply is not taken for that of another job.
+        self._poll.register(lifeline_fd, 0)  # poll always reports a hang-up
+        self._polled_fd = -1  # the connection's; -1: it is closed
+        self._polled_events = 0
+        # Request ids continue across reconnects, so a late reply cannot match a newer job.
         self._ids = itertools.count(1)
         self._join_id = 0  # request id of the last Join
-        self._pause = 0.0  # seconds before the next reopen
+        self._reopen_pause = 0.0  # seconds before the next reopen
         self._reopen_at = 0.0  # not before this time
-        self._refusal = ""  # why the lane closed a connection
+        self._close_reason = ""  # why the lane closed a connection
         self._channel: Channel | None = None
         self.reopen()
 
@@ -87,8 +90,8 @@ class LaneLink:
         now = time.monotonic()
         if now < self._reopen_at:
             return
-        self._pause = min(max(2 * self._pause, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
-        self._reopen_at = now + self._pause
+        self._reopen_pause = min(max(2 * self._reopen_pause, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+        self._reopen_at = now + self._reopen_pause
         with contextlib.suppress(OSError):
             connecting = socket.socket(
                 socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -113,7 +116,7 @@ class LaneLink:
         None stands for an unreadable message. A lane that has ended sends nothing more.
         """
         ready = self._poll.poll(0)
-        is_dead = any(fd == self._lifeline for fd, _ in ready)
+        is_dead = any(fd == self._lifeline_fd for fd, _ in ready)
         messages: list[tuple[Header, Message | None]] = []
         if len(ready) > is_dead:
             for frame, _ in self._receive_frames():
@@ -128,7 +131,7 @@ class LaneLink:
                     continue
                 messages.append((header, message))
                 if not header.request_id and isinstance(message, Error):
-                    self._note_refusal(message.text)
+                    self._note_close_reason(message.text)
             self._update_polls()
         return messages, is_dead
 
@@ -146,15 +149,15 @@ class LaneLink:
             self._channel = None
             return []
 
-    def _note_refusal(self, text: str) -> None:
-        if text != self._refusal:
+    def _note_close_reason(self, text: str) -> None:
+        if text != self._close_reason:
             log.warning("the lane at %s has closed the connection: %s", self.endpoint, text)
-        self._refusal = text
+        self._close_reason = text
 
     @property
     def send_error(self) -> str:
         """Why `send` has returned 0."""
-        return self._refusal or "too many messages wait, or there is no connection"
+        return self._close_reason or "too many messages wait, or there is no connection"
 
     def lost_requests(self, request_id: int, message: Message | None) -> frozenset[int]:
         """Return the pending requests of earlier connections, if this is the answer to Join.
@@ -168,29 +171,28 @@ class LaneLink:
         if not unmapped and not isinstance(message, Ok):
             self._close_channel()
             return frozenset()
-        self._pause = self._reopen_at = 0.0
-        self._refusal = ""
-        return frozenset(pending for pending in self.pending if pending < request_id)
+        self._reopen_pause = self._reopen_at = 0.0
+        self._close_reason = ""
+        return frozenset(earlier for earlier in self.job_by_request if earlier < request_id)
 
     @property
     def is_dead(self) -> bool:
         """Whether the lane process has ended, and so does not touch memory any more."""
-        return any(fd == self._lifeline for fd, _ in self._poll.poll(0))
+        return any(fd == self._lifeline_fd for fd, _ in self._poll.poll(0))
 
     def watch(self, poller: select.poll) -> None:
         """Register with `poller` the descriptors for which to call `receive`."""
-        fd, events = self._polled
-        if fd >= 0:
-            poller.register(fd, events)
-        poller.register(self._lifeline, 0)
+        if self._polled_fd >= 0:
+            poller.register(self._polled_fd, self._polled_events)
+        poller.register(self._lifeline_fd, 0)
 
     def close(self) -> None:
         """Close the connection and the lifeline. May be called again."""
-        if self._lifeline >= 0:
+        if self._lifeline_fd >= 0:
             self._close_channel()
-            self._readiness.unwatch(self._lifeline)
-            os.close(self._lifeline)
-            self._lifeline = -1
+            self._readiness.unwatch(self._lifeline_fd)
+            os.close(self._lifeline_fd)
+            self._lifeline_fd = -1
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -201,16 +203,15 @@ class LaneLink:
     def _update_polls(self) -> None:
         """Poll the current connection, for writing too if data waits."""
         channel = self._channel
-        polled = -1, 0
+        fd, events = -1, 0
         if channel is not None:
+            fd = channel.fileno()
             events = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
-            polled = channel.fileno(), events
-        if channel is None or polled != self._polled:
-            old_fd, _ = self._polled
-            if old_fd >= 0:
-                self._poll.unregister(old_fd)
-                self._readiness.unwatch(old_fd)
+        if channel is None or (fd, events) != (self._polled_fd, self._polled_events):
+            if self._polled_fd >= 0:
+                self._poll.unregister(self._polled_fd)
+                self._readiness.unwatch(self._polled_fd)
             if channel is not None:
-                self._poll.register(*polled)
-                self._readiness.watch(*polled)
-            self._polled = polled
+                self._poll.register(fd, events)
+                self._readiness.watch(fd, events)
+            self._polled_fd, self._polled_events = fd, events

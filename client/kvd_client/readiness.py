@@ -110,8 +110,8 @@ class SchedulerReadiness(Readiness):
         with self._lock:
             super().set()
 
-    def take(self) -> bool:
-        """Return whether there was an event since the last call."""
+    def test_and_clear(self) -> bool:
+        """Return whether there was an event since the last call, and clear it."""
         with self._lock:
             is_ready = self.clear()
             while self._pipe >= 0:
@@ -120,7 +120,7 @@ class SchedulerReadiness(Readiness):
                 except BlockingIOError:
                     break
                 is_ready = True
-                if not data:  # the daemon has ended
+                if not data:  # end of file: the daemon has ended, or dropped this engine
                     self._drop_pipe()
             return is_ready
 

@@ -190,12 +190,12 @@ class SchedulerSession(ClientSession):
         timeout_s = self.deadline if timeout is None else check_seconds("timeout", timeout)
         self._check_open()
         with self._changed:
-            answers = self._attachments.begin_reset()
+            reset = self._attachments.begin_reset()
             self._changes.reset()
             self._readiness.set()
             self._wake()
-            self._changed.wait_for(lambda: answers or not self.attached, timeout_s)
-        return answers[0] if answers else None
+            self._changed.wait_for(lambda: reset.reply or not self.attached, timeout_s)
+        return reset.reply
 
     # ------------------------------------------------------------ event loops
 
@@ -214,7 +214,7 @@ class SchedulerSession(ClientSession):
         begun or answered. Then `lookup` the keys of interest again.
         """
         self._check_open()
-        return self._readiness.take()
+        return self._readiness.test_and_clear()
 
     # -------------------------------------------------------------- KV events
 
@@ -313,21 +313,22 @@ class SchedulerSession(ClientSession):
             self._changed.notify_all()
 
     def _send_requests(self) -> bool:
-        """Send a reset that has no reply yet, and process the reply; see `ClientSession`.
+        """Send the pending reset, if any, and then request loans: the reset ended the old ones.
 
-        A reset without a reply stays pending.
+        If the daemon refuses the reset, or leaves one of the two requests unanswered, the reset
+        stays pending and is sent again.
         """
-        answers = self._attachments.pending_reset
-        if answers is not None and self.attached:
+        reset = self._attachments.pending_reset
+        if reset is not None and self.attached:
             reply = self._request(Reset(), RESET_SECONDS)
             loans = self._request_loans() if isinstance(reply, ResetDone) else None
             if isinstance(reply, ResetDone) and loans is not None:
                 with self._changed:
-                    self._attachments.end_reset(answers, loans)
+                    self._attachments.end_reset(reset, loans)
                     self._readiness.set()
-                    answers.append(reply)
+                    reset.reply = reply
                     self._changed.notify_all()
-        return True  # no need to connect again
+        return True  # False would end this connection
 
     def _request_loans(self) -> Message | None:
         """Request loans and return the answer; None if there is none. For the keeper's thread."""
@@ -388,10 +389,10 @@ class PublishedChanges:
         self._source: ChangeSource | None = None  # that the reader reads
         self._absent_since: float | None = clock()
         self._is_reset = False
-        self._num_published = 0
+        self._num_changes_published = 0
         self.behind = False
-        self._at_begin = KvEvents(0, 0, 0, 0)  # the totals when the session began
-        self._reported = self._at_begin
+        self._at_session_start = KvEvents(0, 0, 0, 0)  # the totals when the session began
+        self._reported = self._at_session_start
 
     # -------------------------------------------------------- the keeper's calls
 
@@ -409,24 +410,24 @@ class PublishedChanges:
 
     def begin_session(self) -> None:
         """Count what `report` returns from 0 on."""
-        self._at_begin = self._reported = self._totals()
+        self._at_session_start = self._reported = self._totals()
 
     def report(self) -> KvEvents | None:
         """Return the session's totals; None if they have not changed since the last call."""
         totals = self._totals()
         if totals == self._reported:
             return None
-        self._reported, at_begin = totals, self._at_begin
+        self._reported, at_start = totals, self._at_session_start
         return KvEvents(
-            totals.published - at_begin.published,
-            totals.snapshots - at_begin.snapshots,
-            totals.overruns - at_begin.overruns,
+            totals.published - at_start.published,
+            totals.snapshots - at_start.snapshots,
+            totals.overruns - at_start.overruns,
             self._reader.take_lag() // 1000,
         )
 
     def _totals(self) -> KvEvents:
         reader = self._reader
-        return KvEvents(self._num_published, reader.num_snapshots, reader.num_overruns, 0)
+        return KvEvents(self._num_changes_published, reader.num_snapshots, reader.num_overruns, 0)
 
     # ------------------------------------------------------- the engine's calls
 
@@ -448,7 +449,7 @@ class PublishedChanges:
             differences = self._reader.take(limit)
             num_read = self._reader.num_changes - read_before
             self.behind = self._reader.is_unfinished or num_read >= limit
-            self._num_published += len(differences)
+            self._num_changes_published += len(differences)
             return differences
 
     def repeat(self) -> None:

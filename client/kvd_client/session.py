@@ -93,7 +93,7 @@ class ClientSession:
         )
         self._is_access_denied = False  # this process may not connect
         self._has_warned = False  # the latest log line about the connection is a warning
-        self._closed = ""  # why calls are refused; empty while open
+        self._closed_reason = ""  # why calls are refused; empty while open
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._fds_lock = threading.Lock()  # a late `_wake` must not write to a closed descriptor
@@ -131,22 +131,22 @@ class ClientSession:
         timeout_s = check_seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(
-                lambda: self.attached or self._closed or self._is_access_denied, timeout_s
+                lambda: self.attached or self._closed_reason or self._is_access_denied, timeout_s
             )
-            if self.attached and not self._closed:
+            if self.attached and not self._closed_reason:
                 return AttachState(True)
         return AttachState(False, self._why_not_attached())
 
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
-        if not self._closed:
+        if not self._closed_reason:
             timeout = min(self.deadline, LAST_REPORT_SECONDS)
             self._flush(timeout)
             self._send_report(timeout)
         with self._fds_lock:
-            if self._closed:
+            if self._closed_reason:
                 return
-            self._closed = "this session is closed"
+            self._closed_reason = "this session is closed"
             os.eventfd_write(self._stop_fd, 1)
         _SESSIONS.discard(self)
         if self._keeper is not threading.current_thread() and self._keeper.is_alive():
@@ -164,8 +164,8 @@ class ClientSession:
 
     def _check_open(self) -> None:
         """Raise `UsageError` after `close`."""
-        if self._closed:
-            raise UsageError(f"{self._closed}; make a new object")
+        if self._closed_reason:
+            raise UsageError(f"{self._closed_reason}; make a new object")
 
     def _request_status(self) -> StatusReport | None:
         """Return the daemon's state; None without an answer."""
@@ -198,7 +198,7 @@ class ClientSession:
             self._connection = None
             if reason:
                 self._why_unreachable = f"the daemon in {self.runtime_dir} was given up: {reason}"
-            warns = bool(reason and not self._closed)
+            warns = bool(reason and not self._closed_reason)
             self._has_warned |= warns
             self._on_disconnected()
             self._changed.notify_all()
@@ -209,11 +209,11 @@ class ClientSession:
     def _wake(self) -> None:
         """Make the keeper check the connection and send its requests."""
         with self._fds_lock:
-            if not self._closed:
+            if not self._closed_reason:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _why_not_attached(self) -> str:
-        if self._closed:
+        if self._closed_reason:
             return "this session was closed meanwhile"
         if not self.connected:
             return self._why_unreachable
@@ -258,7 +258,7 @@ class ClientSession:
     def _run_keeper(self) -> None:
         delay = 0.0
         try:
-            while not self._closed:
+            while not self._closed_reason:
                 began = time.monotonic()
                 max_delay = self._connect_and_serve()
                 self._has_tried.set()
@@ -344,7 +344,7 @@ class ClientSession:
             write_event = select.POLLOUT if connection.wants_write else 0
             poller.register(fd, events | write_event)
             ready = dict(poller.poll(self._poll_seconds(connection) * 1000))
-            if self._closed or self._connection is not connection:
+            if self._closed_reason or self._connection is not connection:
                 return
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -403,7 +403,7 @@ class ClientSession:
 
     def _abandon(self) -> None:
         """In a forked child: close the descriptors; the session is the parent's."""
-        self._closed = "this session belongs to the process that was forked"
+        self._closed_reason = "this session belongs to the process that was forked"
         self._fds_lock = threading.Lock()
         self._changed = threading.Condition()
         connection, self._connection = self._connection, None

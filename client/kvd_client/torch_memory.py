@@ -173,16 +173,16 @@ def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
     tensor, width = item.tensor, item.tensor.element_size()
     dim = item.block_dim % tensor.dim()
     stride = tensor.stride(dim) * width if item.block_stride is None else item.block_stride
-    others = [
+    other_dims = [
         (size, step * width)
         for d, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
         if d != dim and size > 1
     ]
-    outer = [(size, step) for size, step in others if step >= stride]
-    inner = [(size, step) for size, step in others if step < stride]
-    page = width + sum((size - 1) * step for size, step in inner)
+    dims_across_pages = [(size, step) for size, step in other_dims if step >= stride]
+    dims_in_page = [(size, step) for size, step in other_dims if step < stride]
+    page = width + sum((size - 1) * step for size, step in dims_in_page)
     dense = width
-    for size, _ in inner:
+    for size, _ in dims_in_page:
         dense *= size
     if item.page_bytes is not None:
         page = item.page_bytes
@@ -200,11 +200,12 @@ def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
     return [
         TensorSpec(
             storage=storage,
-            offset=start + sum(i * step for i, (_, step) in zip(indices, outer, strict=True)),
+            offset=start
+            + sum(i * step for i, (_, step) in zip(indices, dims_across_pages, strict=True)),
             page_bytes=page,
             block_stride=stride,
         )
-        for indices in itertools.product(*(range(size) for size, _ in outer))
+        for indices in itertools.product(*(range(size) for size, _ in dims_across_pages))
     ]
 
 

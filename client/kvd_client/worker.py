@@ -181,7 +181,7 @@ class Worker(ClientSession):
                 lambda: (
                     self.registered
                     or registration.is_refused
-                    or self._closed
+                    or self._closed_reason
                     or not (self.connected or (required and not self._is_access_denied))
                 ),
                 timeout,
@@ -213,7 +213,7 @@ class Worker(ClientSession):
             self._wake()
             leaving = RegistrationState.LEAVING
             self._changed.wait_for(
-                lambda: registration.state is not leaving or self._closed, timeout_s
+                lambda: registration.state is not leaving or self._closed_reason, timeout_s
             )
             has_left = registration.state is not leaving and self._connection is connection
             return has_left and not registration.was_lost
@@ -235,7 +235,7 @@ class Worker(ClientSession):
         return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if (reason := self._registration.obstacle) and self.connected and not self._closed:
+        if (reason := self._registration.obstacle) and self.connected and not self._closed_reason:
             return f"this rank is not registered: {reason}"
         return super()._why_not_attached()
 
@@ -396,11 +396,12 @@ class Worker(ClientSession):
         self._jobs.check_integrity()
 
     def close(self) -> None:
-        """Unregister the memory and end the session. May be called again.
+        """Request the release of the memory, drop unfinished jobs unreported, and end the session.
 
-        Unfinished jobs are stopped and not reported any more.
+        Waits up to `deadline` for the release, but does not say whether it succeeded: to reuse the
+        memory, call `unregister` first. May be called again.
         """
-        if self._closed:
+        if self._closed_reason:
             return
         if self._registration.is_registered:
             self._request(Unregister(), self.deadline)

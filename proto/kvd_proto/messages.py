@@ -154,12 +154,18 @@ class Fingerprint(Message, frozen=True):
     Layout figures (groups, pages, world size, replication) come from the registration itself, so
     that no engine can claim others than it uses.
 
+    Each field is opaque text that must hold at least what is said here. What it has in excess costs
+    misses; what it lacks lets engines load each other's wrong bytes.
+
     model: its name; quotas and reports use it.
-    revision: of the model's weights.
-    dtype: of the KV cache.
-    kv_layout: order of a block's bytes.
-    attention_backend: name of the backend, if its KV differs from that of others.
-    parallelism: how the model is divided among ranks.
+    revision: of the weights, and all else that changes their results, such as configuration,
+        quantization and a draft model; the adapters give a digest.
+    dtype: of the weights and of the KV cache.
+    kv_layout: what decides the order of a block's bytes and the keys: engine and release, layout,
+        hash algorithm.
+    attention_backend: names of the attention backends.
+    parallelism: how the model is divided among ranks; which rank it is, if each has chunks of its
+        own.
     label: anything else; engines with different labels share nothing.
     """
 

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvd_client import LoadTicket
 from kvd_client.errors import cause, get_logger, log_no_offload
 from kvd_client.sglang.pages import (
-    PageRun,
+    PagesInChunk,
     cached_pages,
     cached_prefix,
     chunk_keys,
@@ -181,8 +181,8 @@ class KvdLinker(UnifiedCacheLinker):
         if not by_name.keys() <= self._caches.keys():
             return []
         keys, kv_cache = chunk_keys(kv.keys), self._caches[PoolName.KV]
-        runs = cached_prefix(keys, kv_cache.pages_per_chunk, kv_cache.blocks_of)
-        num_cached = sum(run.num_pages for run in runs)
+        chunks = cached_prefix(keys, kv_cache.pages_per_chunk, kv_cache.blocks_of)
+        num_cached = sum(chunk.num_pages for chunk in chunks)
         lengths = set(range(1, num_cached + 1))
         windows = {name: len(transfer.keys or ()) for name, transfer in by_name.items()}
         for name, window in windows.items():
@@ -209,12 +209,12 @@ class KvdLinker(UnifiedCacheLinker):
         return sorted(lengths)
 
     def _pin_all(
-        self, runs_by_cache: Sequence[tuple[PoolCache, Sequence[PageRun]]]
+        self, chunks_by_cache: Sequence[tuple[PoolCache, Sequence[PagesInChunk]]]
     ) -> list[tuple[PoolCache, LoadTicket]] | None:
-        """Pin chunks of all pools; None, with nothing pinned: one of them is gone."""
+        """Pin these chunks in all pools, or none of them: None if a chunk is gone."""
         tickets: list[tuple[PoolCache, LoadTicket]] = []
-        for cache, runs in runs_by_cache:
-            ticket = cache.pin(runs)
+        for cache, chunks in chunks_by_cache:
+            ticket = cache.pin(chunks)
             if ticket is None:
                 for pinned_cache, pinned_ticket in tickets:
                     pinned_cache.unpin(pinned_ticket)
@@ -242,8 +242,8 @@ class KvdLinker(UnifiedCacheLinker):
             return
         page_tokens = kv_cache.pool.page_tokens
         kv_cache.scheduler.count_tokens(len(kv.keys) * page_tokens, num_cached * page_tokens)
-        runs = split_into_chunks(chunk_keys(kv.keys[num_cached:]), kv_cache.pages_per_chunk)
-        missed = [run.key for run in runs if run.num_pages == kv_cache.pages_per_chunk]
+        chunks = split_into_chunks(chunk_keys(kv.keys[num_cached:]), kv_cache.pages_per_chunk)
+        missed = [chunk.key for chunk in chunks if chunk.num_pages == kv_cache.pages_per_chunk]
         kv_cache.scheduler.report_missed(missed[:MAX_KEYS])
         pins = self._pins.get(rid)
         pinned = {} if pins is None else {cache: ticket.keys for cache, ticket in pins.tickets}
@@ -303,18 +303,18 @@ class KvdLinker(UnifiedCacheLinker):
         for transfer in transfers:
             cache = self._caches.get(transfer.name)
             keys = chunk_keys(transfer.keys or ())
-            runs = (
+            chunks = (
                 [] if cache is None else cached_prefix(keys, cache.pages_per_chunk, cache.blocks_of)
             )
-            if cache is None or not keys or sum(run.num_pages for run in runs) < len(keys):
+            if cache is None or not keys or sum(chunk.num_pages for chunk in chunks) < len(keys):
                 self._unpin_all(loads)
                 return
-            rows = cache.rows(runs, transfer.device_indices)  # before the pin: it may raise
-            ticket = cache.pin(runs)
+            rows = cache.rows(chunks, transfer.device_indices)  # before the pin: it may raise
+            ticket = cache.pin(chunks)
             if ticket is None:
                 self._unpin_all(loads)
                 return
-            loads.append(PoolLoad(cache, runs, rows, ticket))
+            loads.append(PoolLoad(cache, chunks, rows, ticket))
 
     def start_layer_wise_loading(self) -> int:
         """Start the queued loads as one batch; return its number, -1: nothing is queued."""

@@ -140,13 +140,13 @@ BlocksOfChunk = Callable[[bytes], BlockRange | None]
 """The blocks of a key's chunk that are in the pool, (first, number); None: no such chunk."""
 
 
-class PageRun(NamedTuple):
+class PagesInChunk(NamedTuple):
     """Consecutive pages of a prompt that lie in one chunk.
 
     Attributes:
         key: of the chunk.
         page: index of the first page in the prompt.
-        num_pages: of the run.
+        num_pages: their number.
         block: the chunk's block with the first page.
     """
 
@@ -170,34 +170,34 @@ def chunk_keys(hashes: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(page_hash) for page_hash in hashes]
 
 
-def split_into_chunks(keys: Sequence[bytes], pages_per_chunk: int) -> list[PageRun]:
+def split_into_chunks(keys: Sequence[bytes], pages_per_chunk: int) -> list[PagesInChunk]:
     """Return the chunks for pages to store. All but the last chunk are full."""
-    runs = []
+    chunks = []
     for first in range(0, len(keys), pages_per_chunk):
         count = min(pages_per_chunk, len(keys) - first)
-        runs.append(PageRun(keys[first + count - 1], first, count, pages_per_chunk - count))
-    return runs
+        chunks.append(PagesInChunk(keys[first + count - 1], first, count, pages_per_chunk - count))
+    return chunks
 
 
 def cached_prefix(
     keys: Sequence[bytes], pages_per_chunk: int, blocks_of: BlocksOfChunk
-) -> list[PageRun]:
-    """Return the runs with the first pages, up to the first page that no chunk has.
+) -> list[PagesInChunk]:
+    """Return the chunks with the first pages, up to the first page that no chunk has.
 
     Of several chunks with a page, the one that ends last is taken, so that there are few.
     """
-    runs: list[PageRun] = []
+    chunks: list[PagesInChunk] = []
     first = 0
     while first < len(keys):
         for last in range(min(first + pages_per_chunk, len(keys)) - 1, first - 1, -1):
             block = pages_per_chunk - 1 - (last - first)
             if _has_blocks(blocks_of(keys[last]), block, pages_per_chunk):
-                runs.append(PageRun(keys[last], first, last + 1 - first, block))
+                chunks.append(PagesInChunk(keys[last], first, last + 1 - first, block))
                 first = last + 1
                 break
         else:
             break
-    return runs
+    return chunks
 
 
 def cached_pages(
@@ -216,10 +216,10 @@ def cached_pages(
 def window_ends(cached: Sequence[bool], window: int) -> set[int]:
     """Return the prefix lengths, in pages, whose last `window` pages are all cached."""
     ends = set()
-    run = 0
+    num_consecutive = 0
     for end, is_cached in enumerate(cached, 1):
-        run = run + 1 if is_cached else 0
-        if run >= min(window, end):
+        num_consecutive = num_consecutive + 1 if is_cached else 0
+        if num_consecutive >= min(window, end):
             ends.add(end)
     return ends
 

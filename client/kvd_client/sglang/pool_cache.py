@@ -25,7 +25,7 @@ from kvd_client import (
 )
 from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 from kvd_client.errors import cause, get_logger
-from kvd_client.sglang.pages import NO_PAGE, PagePool, PageRun
+from kvd_client.sglang.pages import NO_PAGE, PagePool, PagesInChunk
 from kvd_client.tickets import BlockRange
 from kvd_client.torch_memory import work_so_far
 from kvd_proto.jobs import MAX_ARRAY_ITEMS
@@ -135,9 +135,9 @@ class PoolCache:
 
     # ----------------------------------------------------------------- loads
 
-    def pin(self, runs: Sequence[PageRun]) -> LoadTicket | None:
+    def pin(self, chunks: Sequence[PagesInChunk]) -> LoadTicket | None:
         """Pin chunks for a request; None: one of them is gone."""
-        return self.pin_blocks([run.key for run in runs], [run.blocks for run in runs])
+        return self.pin_blocks([chunk.key for chunk in chunks], [chunk.blocks for chunk in chunks])
 
     def pin_blocks(
         self, keys: Collection[bytes], blocks: Collection[BlockRange]
@@ -176,9 +176,9 @@ class PoolCache:
 
     # ---------------------------------------------------------------- stores
 
-    def offer(self, runs: Sequence[PageRun]) -> StoreTicket:
+    def offer(self, chunks: Sequence[PagesInChunk]) -> StoreTicket:
         """Request slots for chunks; wait up to `loan_timeout` while the pool has none free."""
-        keys, blocks = [run.key for run in runs], [run.blocks for run in runs]
+        keys, blocks = [chunk.key for chunk in chunks], [chunk.blocks for chunk in chunks]
         if (self.scheduler.loans or 0) < len(keys):
             num_new = sum(self.blocks_of(key) is None for key in keys)
             if num_new:
@@ -196,8 +196,8 @@ class PoolCache:
 
     # ------------------------------------------------------------------ jobs
 
-    def rows(self, runs: Sequence[PageRun], indices: Any) -> PageRows:
-        """Return the pages of the runs' blocks, from SGLang's indices (host or device memory).
+    def rows(self, chunks: Sequence[PagesInChunk], indices: Any) -> PageRows:
+        """Return the pages of the chunks' blocks, from SGLang's indices (host or device memory).
 
         Raises:
             ValueError: a page is outside the pool, or the padding page.
@@ -207,9 +207,10 @@ class PoolCache:
             raise ValueError(
                 f"pages {pages.min()}..{pages.max()} are not within 1..{self.pool.num_pages - 1}"
             )
-        rows = np.full((len(runs), self.pages_per_chunk), NO_PAGE, np.uint32)
-        for row, run in zip(rows, runs, strict=True):
-            row[run.block : run.block + run.num_pages] = pages[run.page : run.page + run.num_pages]
+        rows = np.full((len(chunks), self.pages_per_chunk), NO_PAGE, np.uint32)
+        for row, chunk in zip(rows, chunks, strict=True):
+            end = chunk.page + chunk.num_pages
+            row[chunk.block : chunk.block + chunk.num_pages] = pages[chunk.page : end]
         return rows
 
     def job_slices(self, num_chunks: int) -> list[slice]:

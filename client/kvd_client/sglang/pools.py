@@ -89,18 +89,17 @@ def find_pools(params: Any, components: set[Any]) -> DevicePools:
 
 
 def _plain_group(cache: Any, params: Any, page_tokens: int) -> DevicePoolGroup:
-    """Describe one pool, and the pools of the model's drafts, if any.
+    """Describe the KV pool of a plain model and, if it has draft models, their pools.
 
-    Pages of a draft have the same numbers as the target's, so both are moved together. A draft's
-    KV never decides a token, for the target checks what a draft proposes.
+    Draft pools use the target's page indices, so one page number moves both.
     """
-    entries = [_entry(PoolName.KV, cache, _identity(cache.layer_num), page_tokens)]
+    entries = [_entry(PoolName.KV, cache, _identity_layer_map(cache.layer_num), page_tokens)]
     drafts = (*params.sidecar_draft_device_pools, *params.mtp_draft_device_pools)
     draft_classes = {type(pool) for pool in drafts}
     if drafts:
         if len(draft_classes) > 1 or not draft_classes <= PLAIN_POOLS:
             raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
-        layers = _identity(sum(pool.layer_num for pool in drafts))
+        layers = _identity_layer_map(sum(pool.layer_num for pool in drafts))
         first, *others = drafts
         entries.append(
             _entry(
@@ -108,8 +107,8 @@ def _plain_group(cache: Any, params: Any, page_tokens: int) -> DevicePoolGroup:
                 first,
                 layers,
                 page_tokens,
-                numbered_as=PoolName.KV,
-                same_class=others,
+                indices_from=PoolName.KV,
+                more_pools=others,
             )
         )
     replicated = {type(cache), *draft_classes} == {MLATokenToKVPool}
@@ -154,8 +153,8 @@ def _entry(
     layers: dict[int, int],
     page_tokens: int,
     *,
-    numbered_as: PoolName | None = None,
-    same_class: Sequence[Any] = (),
+    indices_from: PoolName | None = None,
+    more_pools: Sequence[Any] = (),
 ) -> DevicePoolEntry:
     """Return SGLang's description of a pool.
 
@@ -164,8 +163,8 @@ def _entry(
         pool: a plain pool of SGLang's.
         layers: by layer of the forward pass, the number of its tensors.
         page_tokens: tokens of a page.
-        numbered_as: the pool whose indices name its pages; default: itself.
-        same_class: further pools of its class, whose layers follow its own.
+        indices_from: the pool whose indices name its pages; default: itself.
+        more_pools: further pools of `pool`'s Python class; their layers come after its own.
     """
     if pool.page_size != page_tokens:
         raise UnsupportedMemory(
@@ -173,11 +172,11 @@ def _entry(
             " pool; KV caches that are split among ranks by tokens (dcp_size) cannot be offloaded"
         )
     num_tokens = pool.size + pool.page_size
-    tensors = zip(*map(_tensors, (pool, *same_class)), strict=True)
+    tensors = zip(*map(_tensors, (pool, *more_pools)), strict=True)
     components = [list(chain(*pool_tensors)) for pool_tensors in tensors]
     return DevicePoolEntry(
         name=name,
-        indices_from_pool=numbered_as or name,
+        indices_from_pool=indices_from or name,
         device_pool=pool,
         components=components,
         layer_mapping=layers,
@@ -195,7 +194,8 @@ def _tensors(pool: Any) -> list[list[torch.Tensor]]:
     return [pool.k_buffer, pool.v_buffer]
 
 
-def _identity(num_layers: int) -> dict[int, int]:
+def _identity_layer_map(num_layers: int) -> dict[int, int]:
+    """Return the map for a pool whose tensors are numbered as the layers are."""
     return {number: number for number in range(num_layers)}
 
 

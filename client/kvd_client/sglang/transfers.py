@@ -18,7 +18,7 @@ import numpy as np
 
 from kvd_client import LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.errors import get_logger
-from kvd_client.sglang.pages import PageRun, split_into_chunks
+from kvd_client.sglang.pages import PagesInChunk, split_into_chunks
 from kvd_client.sglang.pool_cache import PageRows, PoolCache, failure_reason
 from kvd_client.tickets import BlockRange
 
@@ -35,7 +35,7 @@ class PoolLoad:
     """The pinned chunks of one request in one pool, and the pages to load them into."""
 
     cache: PoolCache
-    runs: Sequence[PageRun]
+    chunks: Sequence[PagesInChunk]
     rows: PageRows
     ticket: LoadTicket
 
@@ -77,21 +77,21 @@ class LoadJob:
     def of(cls, loads: Sequence[PoolLoad], stream: Any) -> "list[LoadJob]":
         """Return the jobs of loads in one pool."""
         cache = loads[0].cache
-        runs = [run for load in loads for run in load.runs]
+        chunks = [chunk for load in loads for chunk in load.chunks]
         rows = np.concatenate([load.rows for load in loads])
         slots = np.concatenate([load.ticket.slots for load in loads])
         generations = np.concatenate([load.ticket.generations for load in loads])
         return [
             cls(
                 cache=cache,
-                keys=[run.key for run in runs[chunks]],
-                blocks=[run.blocks for run in runs[chunks]],
-                rows=rows[chunks],
-                slots=slots[chunks],
-                generations=generations[chunks],
+                keys=[chunk.key for chunk in chunks[part]],
+                blocks=[chunk.blocks for chunk in chunks[part]],
+                rows=rows[part],
+                slots=slots[part],
+                generations=generations[part],
                 stream=stream,
             )
-            for chunks in cache.job_slices(len(runs))
+            for part in cache.job_slices(len(chunks))
         ]
 
     @property
@@ -305,21 +305,21 @@ class NodeStore:
         for event in self.events:
             event.synchronize()
         for cache, keys, indices in self.pages:
-            runs = split_into_chunks(keys, cache.pages_per_chunk)
-            rows = cache.rows(runs, indices)  # before the offer: raises for invalid pages
-            for chunks in cache.job_slices(len(runs)):
-                self._submit_job(cache, runs[chunks], rows[chunks])
+            chunks = split_into_chunks(keys, cache.pages_per_chunk)
+            rows = cache.rows(chunks, indices)  # before the offer: raises for invalid pages
+            for part in cache.job_slices(len(chunks)):
+                self._submit_job(cache, chunks[part], rows[part])
 
-    def _submit_job(self, cache: PoolCache, runs: Sequence[PageRun], rows: PageRows) -> None:
-        ticket = cache.offer(runs)
+    def _submit_job(self, cache: PoolCache, chunks: Sequence[PagesInChunk], rows: PageRows) -> None:
+        ticket = cache.offer(chunks)
         self.complete &= ticket.served and all(answer in _IN_POOL for answer in ticket.answers)
-        answers = zip(runs, ticket.answers, strict=False)
-        if refused := [run.key for run, answer in answers if answer is StoreAnswer.FULL]:
+        answers = zip(chunks, ticket.answers, strict=False)
+        if refused := [chunk.key for chunk, answer in answers if answer is StoreAnswer.FULL]:
             cache.scheduler.give_up(refused)  # SGLang does not offer a node again
         if not len(ticket):
             return
         accepted = set(ticket.keys)
-        job = cache.store(rows[[run.key in accepted for run in runs]], ticket)
+        job = cache.store(rows[[chunk.key in accepted for chunk in chunks]], ticket)
         if job is None:
             self.complete = False
             cache.end_store(ticket, success=False)

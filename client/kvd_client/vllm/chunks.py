@@ -43,13 +43,16 @@ class BlockRanges:
     def __init__(
         self, config: SchedulerOffloadConfig, requests: Mapping[str, RequestOffloadState]
     ) -> None:
+        # By group index: the group's position in `kv_group_configs`, as in a request's
+        # `group_states`, and its configuration.
         self._groups = {
             group.group_idx: (number, group) for number, group in enumerate(config.kv_group_configs)
         }
         self._requests = requests
-        self._size = config.blocks_per_chunk
+        self._blocks_per_chunk = config.blocks_per_chunk
         self._last_block = (config.blocks_per_chunk - 1, 1)
         self.all_blocks: BlockRange = (0, config.blocks_per_chunk)
+        # States are stored in a chunk's last block only; a window's edge may lie inside a chunk.
         self.has_partial_chunks = any(
             group.requires_cow_source or group.sliding_window_size_in_chunks is not None
             for group in config.kv_group_configs
@@ -72,7 +75,7 @@ class BlockRanges:
         return {next(iter(self._groups)): len(keys)} if keys else {}
 
     def chunk_of(self, key: OffloadKey, request: ReqContext) -> tuple[int, int] | None:
-        """Return the group's number, and the chunk's number in the request.
+        """Return the group's position in `kv_group_configs`, and the chunk's in the request.
 
         None: vLLM would not offer the chunk again, whatever the request's `next_stored_chunk_idx`.
         This holds for states, which are handed over in one step, and tails smaller than a chunk.
@@ -128,9 +131,11 @@ class BlockRanges:
         if end_token is None or state is None or end_token % group.tokens_per_chunk:
             return self.all_blocks
         end = end_token // group.tokens_per_block
-        block_ids = state.group_states[number].block_ids[end - self._size : end]
+        block_ids = state.group_states[number].block_ids[end - self._blocks_per_chunk : end]
         first = next((i for i in range(len(block_ids), 0, -1) if not block_ids[i - 1]), 0)
-        return (first, self._size - first) if first < self._size else self._last_block
+        if first >= self._blocks_per_chunk:
+            return self._last_block
+        return first, self._blocks_per_chunk - first
 
     def needed(self, req_id: str, num_tokens: int) -> dict[OffloadKey, BlockRange]:
         """Return the blocks of windows' chunks to load for this many further tokens."""
@@ -146,10 +151,11 @@ class BlockRanges:
             end_block = cdiv(end, group.tokens_per_block)
             keys = state.group_states[number].offload_keys
             for chunk in range(
-                first_block // self._size, min(cdiv(end_block, self._size), len(keys))
+                first_block // self._blocks_per_chunk,
+                min(cdiv(end_block, self._blocks_per_chunk), len(keys)),
             ):
-                begin = max(0, first_block - chunk * self._size)
-                stop = min(self._size, end_block - chunk * self._size)
+                begin = max(0, first_block - chunk * self._blocks_per_chunk)
+                stop = min(self._blocks_per_chunk, end_block - chunk * self._blocks_per_chunk)
                 if begin < stop:
                     needed[keys[chunk]] = (begin, stop - begin)
         return needed

@@ -300,20 +300,21 @@ class IdlePublisher:
         self._core = core
         self._is_due = is_due
         self._take_events = take_events
-        self._is_woken = False  # a WAKEUP is queued, or the engine has had requests since
+        self._wakeup_pending = False  # a WAKEUP was queued since the last `publish`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-idle-publisher", daemon=True)
         self._thread.start()
 
     def publish(self) -> None:
-        """Publish a bounded number of changes, after the engine's own events.
+        """Publish the engine's own KV events, then a bounded number of the pool's, if some are due.
 
-        Called in the engine's thread whenever it has no requests. If more changes wait, the engine
-        is woken again, so that requests in between are served first.
+        Called in the engine's thread whenever it has no requests. If more are due, queue another
+        wake-up instead of looping, so that requests that arrive in between go first. An exception
+        switches idle publishing off for good.
         """
         if self._closed.is_set():
             return
-        self._is_woken = False
+        self._wakeup_pending = False
         try:
             if not self._is_due():
                 return
@@ -336,7 +337,7 @@ class IdlePublisher:
     def _run(self) -> None:
         try:
             while not self._closed.wait(POLL_SECONDS):
-                if not self._is_woken and self._is_due():
+                if not self._wakeup_pending and self._is_due():
                     self._wake()
         except Exception:
             log.exception(_PUBLISHER_FAILED)
@@ -344,7 +345,7 @@ class IdlePublisher:
 
     def _wake(self) -> None:
         if not self._closed.is_set():
-            self._is_woken = True
+            self._wakeup_pending = True
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 

@@ -199,18 +199,18 @@ class KvCachePages:
         strides = [row_stride, *(stride * item_bytes for stride in view.stride()[1:])]
         dimensions = [d for d in zip(strides, sizes, range(len(sizes)), strict=True) if d[1] > 1]
         dimensions.sort(reverse=True)
-        nbytes, outer = item_bytes, list(dimensions)
-        while outer and outer[-1][0] == nbytes:  # inner dimensions that form one run
-            nbytes *= outer.pop()[1]
+        nbytes, dims_across_runs = item_bytes, list(dimensions)
+        while dims_across_runs and dims_across_runs[-1][0] == nbytes:  # it is within a run
+            nbytes *= dims_across_runs.pop()[1]
         starts = [
             sum(offsets)
             for offsets in itertools.product(
-                *(range(0, stride * size, stride) for stride, size, _ in outer)
+                *(range(0, stride * size, stride) for stride, size, _ in dims_across_runs)
             )
         ]
         offset, block_stride = int(view.storage_offset()) * item_bytes, row_stride * rows
         end = offset + starts[-1] + (self.num_blocks - 1) * block_stride + nbytes
-        scattered = outer and nbytes == item_bytes
+        scattered = dims_across_runs and nbytes == item_bytes
         if end > storage.nbytes() or nbytes > block_stride or scattered:
             raise UnsupportedMemory(
                 f"layer {layer}: pages of shape {tuple(view.shape)}, strides {view.stride()} of"

@@ -212,7 +212,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             output = self._refused.offer_again(scheduler_output, allocated)
         jobs: dict[int, TransferJob] = super()._build_store_jobs(output)
         if self.manager.refused or output is not scheduler_output:
-            self._refused.end_step(allocated)
+            self._refused.after_store_jobs(allocated)
         return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -307,13 +307,15 @@ class RefusedChunks:
         requests: MutableMapping[str, RequestOffloadState],
     ) -> None:
         self._manager = manager
-        self._size = config.blocks_per_chunk
+        self._blocks_per_chunk = config.blocks_per_chunk
         self._is_window = [
             group.sliding_window_size_in_chunks is not None for group in config.kv_group_configs
         ]
         self._requests = requests
-        self._ended: dict[str, RequestOffloadState] = {}  # with refused chunks
-        self._shown_again: list[RequestOffloadState] = []  # ended earlier, shown in this step
+        # State of ended requests that have refused chunks, by request id: vLLM forgets it.
+        self._retained: dict[str, RequestOffloadState] = {}
+        # Requests that ended in earlier steps, and are among this step's finished ones again.
+        self._refinished: list[RequestOffloadState] = []
 
     def offer_again(self, output: SchedulerOutput, allocated: AbstractSet[int]) -> SchedulerOutput:
         """Let vLLM offer refused chunks in this step, of as many requests as there are loans for.
@@ -333,7 +335,7 @@ class RefusedChunks:
                 continue
             ended = status.req.is_finished()
             if not ended:
-                self._drop_lost_blocks(req_id, status, allocated, windows_only=True)
+                self._drop_reallocated_blocks(req_id, status, allocated, windows_only=True)
             if req_id not in refused or loans is None or loans < 0:
                 continue  # nothing is left, or it is offered in a later step
             loans = loans - len(chunks) or -1  # below 0: all are planned, perhaps too few
@@ -342,36 +344,40 @@ class RefusedChunks:
                 group = status.group_states[number]
                 group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, chunk)
             if ended and req_id not in output.finished_req_ids:
-                self._shown_again.append(status)
+                self._refinished.append(status)
                 self._requests[req_id] = status
-        if not self._shown_again:
+        if not self._refinished:
             return output
-        req_ids = {status.req.request_id for status in self._shown_again}
+        req_ids = {status.req.request_id for status in self._refinished}
         return replace(output, finished_req_ids=output.finished_req_ids | req_ids)
 
-    def end_step(self, allocated: AbstractSet[int]) -> None:
-        """Keep the state of ended requests with refused chunks, once the step's stores are built.
+    def after_store_jobs(self, allocated: AbstractSet[int]) -> None:
+        """Settle the refused chunks of ended requests, once vLLM has built the step's store jobs.
+
+        1. Finish again the ended requests that `offer_again` has shown to vLLM once more.
+        2. Retain the state of ended requests that still have refused chunks: vLLM forgets it.
+        3. Give up their chunks whose blocks this step has allocated to other requests.
 
         Args:
             allocated: blocks that were allocated in this step; the forward pass overwrites them.
         """
-        for status in self._shown_again:
+        for status in self._refinished:
             self._manager.on_request_finished(status.req_context)
-            if not status.transfer_jobs:  # otherwise vLLM forgets it with the last of them
+            if not status.transfer_jobs:  # else vLLM removes it when its last transfer job ends
                 self._requests.pop(status.req.request_id, None)
-        self._shown_again.clear()
-        ended = {}
+        self._refinished.clear()
+        retained = {}
         for req_id in list(self._manager.refused):
             status = self._status(req_id)
             if status is not None and status.req.is_finished():
-                ended[req_id] = status
-                self._drop_lost_blocks(req_id, status, allocated, windows_only=False)
-        self._ended = ended
+                retained[req_id] = status
+                self._drop_reallocated_blocks(req_id, status, allocated, windows_only=False)
+        self._retained = retained
 
     def _status(self, req_id: str) -> RequestOffloadState | None:
-        return self._requests.get(req_id) or self._ended.get(req_id)
+        return self._requests.get(req_id) or self._retained.get(req_id)
 
-    def _drop_lost_blocks(
+    def _drop_reallocated_blocks(
         self,
         req_id: str,
         status: RequestOffloadState,
@@ -379,25 +385,25 @@ class RefusedChunks:
         *,
         windows_only: bool,
     ) -> None:
-        """Remove allocated blocks from the request's refused chunks; give up damaged chunks.
+        """Drop blocks allocated to other requests from refused chunks, or give the chunks up.
 
-        A window's chunk may lack its first blocks, as at the window's edge. Any other chunk that
-        lacks a block is given up.
+        A window's chunk may lack its first blocks, as at the window's edge; it is given up if it
+        has lost its last block. Any other chunk that has lost a block is given up.
         """
-        damaged = set()
+        given_up = set()
         for number, chunk in self._manager.refused[req_id]:
             is_window = self._is_window[number]
             if windows_only and not is_window:
                 continue
-            block_ids, first = status.group_states[number].block_ids, chunk * self._size
-            chunk_ids = block_ids[first : first + self._size]
+            block_ids, first = status.group_states[number].block_ids, chunk * self._blocks_per_chunk
+            chunk_ids = block_ids[first : first + self._blocks_per_chunk]
             num_lost = max(
                 (end for end, block in enumerate(chunk_ids, 1) if block in allocated), default=0
             )
             if num_lost:
-                num_dropped = num_lost if is_window else self._size
+                num_dropped = num_lost if is_window else self._blocks_per_chunk
                 block_ids[first : first + num_dropped] = [0] * num_dropped
-                if num_dropped == self._size:
-                    damaged.add((number, chunk))
-        if damaged:
-            self._manager.give_up(req_id, damaged)
+                if num_dropped == self._blocks_per_chunk:
+                    given_up.add((number, chunk))
+        if given_up:
+            self._manager.give_up(req_id, given_up)

@@ -106,7 +106,10 @@ def _register_and_serve(pipe: Connection, setup: RankSetup) -> None:
 
 
 def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool) -> None:
-    """Serve the scheduler's steps, and report each job that has ended, until `None` comes."""
+    """Compute, store or load what each `RankStep` says, and report each transfer that has ended.
+
+    Returns when `None` comes. `corrupt`: flip a bit of the first block before the first store.
+    """
     jobs: dict[int, tuple[int, RankStep]] = {}  # time of submission in ns, and step
     while True:
         if pipe.poll(JOB_POLL_SECONDS if jobs else None):
