@@ -61,7 +61,7 @@ def serve(name: str, path: str) -> None:
         if not server.pending:
             poll.poll()
         server.handle_events()
-        while (received := server.next_request()) is not None:
+        while (received := server.next_message()) is not None:
             client, frame, _ = received
             server.send(client, frame)
 

@@ -157,7 +157,7 @@ class QueuedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the record's line unless its kind is over the rate limit."""
-        self._queue(self._limiter.admit(record, time.monotonic()))
+        self._queue(self._limiter.records_to_write(record, time.monotonic()))
 
     def _queue(self, records: list[logging.LogRecord]) -> None:
         """Queue lines, preceded by a notice of lost ones; drop lines that do not fit the queue."""
@@ -237,8 +237,11 @@ class RateLimiter:
     def __init__(self) -> None:
         self._windows: dict[Kind, _Window] = {}  # the oldest first
 
-    def admit(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
-        """Return the records to write now: notices of suppressed ones, `record` within the limit.
+    def records_to_write(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
+        """Return the records to write now.
+
+        A notice for each ended window that suppressed records, then `record` if its kind is within
+        the limit.
 
         Args:
             record: the new record.

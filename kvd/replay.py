@@ -4,7 +4,7 @@ A request finds the chunks of its prompt up to the first that is missing. Then a
 the pool, as far as they fit; each has been used once, the head of the prompt last, so that the head
 stays longest.
 
-`read_trace` reads three forms, recognized by a file's name and first line:
+`read_trace` reads three forms, recognized by a file's name and its first line that is not blank:
 
 - Mooncake's: one JSON line per request, with `timestamp` (ms), `input_length` (tokens) and
   `hash_ids`, one id for each `tokens_per_id` tokens, the last one for the rest.
@@ -153,13 +153,13 @@ class _TraceReader:
         return list(self._lines(path))
 
     def _lines(self, path: Path) -> Iterator[TracedRequest]:
-        is_text = False
+        is_text: bool | None = None  # the file's first line that is not blank decides
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 location = f"{path}:{number}"
-                if number == 1:
+                if is_text is None:
                     is_text = b'"hash_ids"' not in line and b'"input"' in line
                     self._set_form(path, "text" if is_text else "ids")
                 yield self._text_line(location, line) if is_text else self._ids_line(location, line)

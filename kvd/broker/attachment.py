@@ -61,7 +61,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         blocks_per_chunk=layouts[0].blocks_per_chunk,
         label=registrations[0].fingerprint.model,
         temporary=registrations[0].temporary,
-        record_bytes=record_bytes(layouts[0]),
+        description_record_bytes=record_bytes(layouts[0]),
     )
     namespace.tokens_per_chunk = tokens = tokens_per_chunk(layouts[0])
     if namespace.table.curve is not None:
@@ -113,10 +113,17 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
 
 
 def bind(state: BrokerState, worker: Session) -> ToLane:
-    """Order the worker's lane to bind it to its namespace's slots, and count the order."""
+    """Return the order that tells a worker's lane where the worker's chunks lie.
+
+    Increments the lane's `bindings`: where the lane pins, none of the pool counts as usable until
+    it has answered.
+    """
     engine, registration = worker.engine, worker.registration
     if engine is None or registration is None or engine.namespace is None:
-        raise KvdError(f"{worker.identity} cannot be bound")
+        raise KvdError(
+            f"{worker.identity} cannot be bound: it has registered no memory, or its engine is not"
+            " attached"
+        )
     geometry = engine.namespace.geometry
     arena = 0 if registration.layout.replicated else registration.rank
     state.lanes[registration.device].bindings += 1

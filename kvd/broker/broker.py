@@ -112,7 +112,7 @@ class Broker:
     # ----------------------------------------------------------- the daemon
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
-        """Record the allocated bytes of the pool, in the order of `kvd.pool.geometry`."""
+        """Record that the first `nbytes` of the pool, in `FillOrder`, are allocated."""
         state = self.state
         was_ready, state.allocated_bytes = state.pool_ready, nbytes
         if was_ready or not state.pool_ready:

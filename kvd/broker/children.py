@@ -155,7 +155,7 @@ class Lane:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of the pool that it can copy, in the order of `kvd.pool.geometry`.
+        """Length of the prefix of the pool, in `FillOrder`, that it can copy now.
 
         A newly bound worker may need memory that is not pinned yet: no byte counts as usable until
         the lane has answered that order.

@@ -58,11 +58,13 @@ class Registration:
     # ---------------------------------------------------------------- pool
 
     def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
-        """Advance registrations: the pool is open, and its memory is being allocated.
+        """Store the opened pool's namespaces in the state, and advance all registrations.
+
+        The pool's memory may not be allocated yet.
 
         Args:
-            namespaces: over the pool.
-            explanation: of the size, if `OpenPool` opened the pool.
+            namespaces: the pool's namespaces, empty or recovered.
+            explanation: how an automatic size was chosen; empty if the size was configured.
         """
         state = self._state
         effects: list[Effect] = []

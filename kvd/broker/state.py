@@ -50,7 +50,7 @@ class BrokerState:
     usage: reads the time and the process's figures.
     failed_lanes: when a device's lane failed to start last, and why.
     gone_lanes: counts of lanes that were dropped.
-    allocated_bytes: of the pool, in the order of `kvd.pool.geometry`.
+    allocated_bytes: length of the allocated prefix of the pool, in `FillOrder`.
     stopping: a signal has come and lanes end, which nothing undoes; Resume undoes `drain`.
     lookups, kv_events: totals of all engines.
     tiers: below the pool, in order.
@@ -117,9 +117,9 @@ class BrokerState:
         return min([self.allocated_bytes, *(lane.usable_bytes for lane in self.pinning)])
 
     def usable_bytes(self, engine: Engine) -> int | None:
-        """Return the bytes of the pool that are allocated and that the engine's lanes can copy.
+        """Return the length of the prefix of the pool, in `FillOrder`, that the engine can use now.
 
-        Counted in the order of `kvd.pool.geometry`; None if that is all of the pool.
+        Its memory is allocated, and each of the engine's lanes can copy it. None: all of the pool.
         """
         if self.namespaces is None:
             return 0

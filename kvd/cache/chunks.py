@@ -144,13 +144,13 @@ class ChunkTable:
 
     @property
     def ready_queue(self) -> DemotionQueue | None:
-        """Chunks to demote because they became READY; None if no tier keeps all chunks."""
+        """Chunks to demote to tiers with `keep=all`; None if there is no such tier."""
         queues = self.uses.demotion_queues
         return queues.ready_queue if queues is not None else None
 
     @property
     def asked_queue(self) -> DemotionQueue | None:
-        """Chunks to demote because they were asked for; None if no tier keeps only these."""
+        """Chunks to demote to tiers with `keep=asked`; None if there is no such tier."""
         queues = self.uses.demotion_queues
         return queues.asked_queue if queues is not None else None
 
@@ -200,7 +200,7 @@ class ChunkTable:
         for _ in range(EMPTY_PIECES):
             slots = self.slots.take_forgotten(PIECE_SLOTS)
             self._add_reset_ghosts(slots)
-            self.slots.free_or_doom(slots)
+            self.slots.free_or_defer(slots)
             if slots:
                 break
         if not self.slots.forgotten:
@@ -249,17 +249,21 @@ class ChunkTable:
         """Return the slots that cannot be freed: pinned, being written, draining."""
         return self.slots.busy()
 
-    def yield_slots(self, slots: list[int]) -> None:
-        """Evict these unpinned chunks and end the slots' loans: another namespace takes them."""
+    def surrender_slots(self, slots: list[int]) -> None:
+        """Give up these slots, none of them in `busy_slots`, to another namespace.
+
+        Loans end, current chunks are evicted, and chunks that a reset removed from the policy, but
+        `sweep` has not freed yet, are dropped.
+        """
         self.slots.end_loans(slots)
         ready = [slot for slot in slots if self.directory.state(slot) == SlotState.READY]
-        current = [slot for slot in ready if slot in self.slots.policy]
-        forgotten = [slot for slot in ready if slot not in self.slots.policy]
+        current = [slot for slot in ready if slot in self.slots.policy]  # lookups find their chunks
+        forgotten = [slot for slot in ready if slot not in self.slots.policy]  # dropped by a reset
         if current:
             self.counts.eviction_age.observe_all(self.uses.ages(current))
             self.counts.yielded += len(current)
             self.slots.policy.evict(current, self.uses.now)
-            self.slots.free_or_doom(current)
+            self.slots.free_or_defer(current)
         self._add_reset_ghosts(forgotten)
         self.slots.drop(forgotten)
 

@@ -32,17 +32,17 @@ MAX_STEPS = 8192
 class SlotLists:
     """Doubly linked lists, numbered from 1 on, of the slots 0..num_slots - 1."""
 
-    def __init__(self, num_slots: int, lists: int) -> None:
-        # Node i + lists stands for slot i; node k - 1 is the head of list k. A list is a ring
+    def __init__(self, num_slots: int, num_lists: int) -> None:
+        # Node i + num_lists stands for slot i; node k - 1 is the head of list k. A list is a ring
         # through its head, so its ends need no special case.
-        self._lists = lists
-        num_nodes = num_slots + lists
+        self._num_lists = num_lists
+        num_nodes = num_slots + num_lists
         self._next = np.zeros(num_nodes, np.uint32).data
         self._prev = np.zeros(num_nodes, np.uint32).data
         self._list_of = np.zeros(num_slots, np.uint8).data
         self._stamps = np.zeros(num_slots, np.int64).data
-        self._sizes = [0] * (lists + 1)
-        for head in range(lists):
+        self._sizes = [0] * (num_lists + 1)
+        for head in range(num_lists):
             self._next[head] = self._prev[head] = head
 
     def list_of(self, slot: int) -> int:
@@ -71,7 +71,7 @@ class SlotLists:
         Raises:
             IntegrityError: a slot is in a list already.
         """
-        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._num_lists
         stamps, sizes = self._stamps, self._sizes
         for slot, list_number in zip(slots, into, strict=False):
             if list_of[slot]:
@@ -95,7 +95,7 @@ class SlotLists:
         Raises:
             IntegrityError: a slot is in no list.
         """
-        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._num_lists
         stamps, sizes = self._stamps, self._sizes
         for slot in slots:
             source = list_of[slot]
@@ -123,7 +123,7 @@ class SlotLists:
         self, list_number: int, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
     ) -> None:
         """Append many slots that are in no list, the coldest first, with these stamps."""
-        head, nodes = list_number - 1, slots + self._lists
+        head, nodes = list_number - 1, slots + self._num_lists
         chain = np.concatenate(([self._prev[head]], nodes, [head]))
         np.asarray(self._next)[chain[:-1]] = chain[1:]
         np.asarray(self._prev)[chain[1:]] = chain[:-1]
@@ -137,7 +137,7 @@ class SlotLists:
         Each place is searched from the nearer end, starting where the slot before was inserted. A
         search stops after `MAX_STEPS` slots, and the slot is inserted there.
         """
-        stamps, shift = self._stamps, self._lists
+        stamps, shift = self._stamps, self._num_lists
         first, last = self._next[list_number - 1], self._prev[list_number - 1]
         num_from_cold_end = len(slots)
         if first >= shift:
@@ -155,7 +155,7 @@ class SlotLists:
         sign: int,
     ) -> None:
         """Insert slots on one walk from an end; `sign` times the stamps rises along `ahead`."""
-        stamps, shift = self._stamps, self._lists
+        stamps, shift = self._stamps, self._num_lists
         head = node = list_number - 1
         steps = MAX_STEPS
         for slot in slots:
@@ -174,7 +174,7 @@ class SlotLists:
         list_number = self._list_of[slot]
         if not list_number:
             raise IntegrityError(f"slot {slot} is in no list")
-        node = slot + self._lists
+        node = slot + self._num_lists
         previous, after = self._prev[node], self._next[node]
         self._next[previous] = after
         self._prev[after] = previous
@@ -184,7 +184,7 @@ class SlotLists:
 
     def remove_all(self, slots: Iterable[int]) -> None:
         """Remove slots, each in a list, from their lists. They keep their stamps."""
-        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._num_lists
         sizes = self._sizes
         for slot in slots:
             node = slot + shift
@@ -199,7 +199,7 @@ class SlotLists:
 
         The list must not change meanwhile.
         """
-        next_of, shift, head = self._next, self._lists, list_number - 1
+        next_of, shift, head = self._next, self._num_lists, list_number - 1
         node = next_of[head if before is None else before + shift]
         while node != head:
             yield node - shift
@@ -210,7 +210,7 @@ class SlotLists:
 
         The list must not change meanwhile.
         """
-        prev_of, shift, head = self._prev, self._lists, list_number - 1
+        prev_of, shift, head = self._prev, self._num_lists, list_number - 1
         node = prev_of[head if after is None else after + shift]
         while node != head:
             yield node - shift
@@ -218,7 +218,7 @@ class SlotLists:
 
     def walk_from(self, slot: int) -> Iterator[int]:
         """Yield this slot and the hotter ones of its list. The list must not change meanwhile."""
-        next_of, shift = self._next, self._lists
+        next_of, shift = self._next, self._num_lists
         head, node = self._list_of[slot] - 1, slot + shift
         while node != head:
             yield node - shift
@@ -226,8 +226,8 @@ class SlotLists:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if links, marks or sizes are wrong."""
-        marked = np.bincount(np.asarray(self._list_of), minlength=self._lists + 1)
-        for list_number in range(1, self._lists + 1):
+        marked = np.bincount(np.asarray(self._list_of), minlength=self._num_lists + 1)
+        for list_number in range(1, self._num_lists + 1):
             slots = list(self.walk(list_number))
             if not len(slots) == self._sizes[list_number] == marked[list_number]:
                 raise IntegrityError(
@@ -236,9 +236,12 @@ class SlotLists:
                 )
             previous = list_number - 1
             for slot in slots:
-                if self._list_of[slot] != list_number or self._prev[slot + self._lists] != previous:
+                if (
+                    self._list_of[slot] != list_number
+                    or self._prev[slot + self._num_lists] != previous
+                ):
                     raise IntegrityError(f"slot {slot} is linked wrongly in list {list_number}")
-                previous = slot + self._lists
+                previous = slot + self._num_lists
 
 
 KeyOf = Callable[[int], bytes]

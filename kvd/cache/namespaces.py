@@ -2,7 +2,7 @@
 
 A namespace outlives its engines, so that the next engine of the same model finds its chunks. It is
 closed by the operator, or when another one is opened and `max_namespaces` are open. A temporary
-namespace, such as a self-test's, has narrow columns and is closed with its last engine.
+namespace, such as a self-test's, is closed after its last engine; see `Namespaces.open`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +73,7 @@ class Namespace:
 
     id: 16 bytes.
     label: a name for people.
-    temporary: it has no fair share of the pool.
+    temporary: see `Namespaces.open`.
     engines: number of attached engines.
     tokens_per_chunk: None: not known, or groups differ.
     reuse_threshold: a key gets a slot at its n-th offer.
@@ -105,7 +105,7 @@ class Namespaces:
     """The open namespaces.
 
     Args:
-        cpu_bytes: the pool's budget.
+        cpu_bytes: the pool's size.
         settings: of the daemon: policy, quotas and limits.
         boot_id: of this daemon, 16 bytes.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id in hex and a
@@ -160,7 +160,7 @@ class Namespaces:
         blocks_per_chunk: int = 1,
         label: str = "",
         temporary: bool = False,
-        record_bytes: int = 0,
+        description_record_bytes: int = 0,
     ) -> Namespace:
         """Return the namespace of this id; makes it if it is not open.
 
@@ -171,14 +171,16 @@ class Namespaces:
             replicated: every rank holds the same bytes.
             blocks_per_chunk: blocks of a whole chunk.
             label: a name for people, e.g. the model's.
-            temporary: it has no fair share of the pool and narrow columns, keeps no descriptions,
-                and is closed with its last engine.
-            record_bytes: of a description's record (`kvd_proto.descriptions`); 0: descriptions are
-                not stored.
+            temporary: closed after its last engine. It has no ledger, descriptions, tiers,
+                miss-ratio curve, quota or fair share of the pool, and claims the pool in columns of
+                one extent instead of `COLUMN_EXTENTS`.
+            description_record_bytes: size of one description record (`kvd_proto.descriptions`); 0:
+                none are stored.
 
         Raises:
-            Refusal: BAD_LAYOUT: the figures contradict each other, the open namespace or the
-                budget; LIMIT: too many namespaces are open.
+            Refusal: BAD_LAYOUT: the sizes contradict each other, the open namespace or the pool's
+                size; LIMIT: too many namespaces are open.
+            KvdError: as `make_buffer` raised it; the namespace's buffers are dropped first.
         """
         geometry = Geometry(
             tuple(slot_bytes),
@@ -205,8 +207,8 @@ class Namespaces:
                 self._drop_buffers(ns_id.hex())
                 raise
         descriptions = namespace.table.descriptions
-        if descriptions.writer is None and record_bytes and not temporary:
-            descriptions.writer = self._make_descriptions(ns_id.hex(), record_bytes)
+        if descriptions.writer is None and description_record_bytes and not temporary:
+            descriptions.writer = self._make_descriptions(ns_id.hex(), description_record_bytes)
         return namespace
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
@@ -319,7 +321,7 @@ class Namespaces:
 
     @property
     def cpu_bytes(self) -> int:
-        """The pool's budget."""
+        """The pool's size."""
         return self.pool.cpu_bytes
 
     def _check_can_open(self, geometry: Geometry) -> None:

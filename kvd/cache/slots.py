@@ -180,13 +180,19 @@ class Slots:
         return len(freed)
 
     def drop(self, slots: list[int]) -> tuple[int, int]:
-        """READY -> FREE, or doomed if pinned; returns the number of each. None may be on loan."""
+        """READY -> FREE for unpinned slots; pinned ones are freed with their last lease.
+
+        None may be on loan.
+
+        Returns:
+            The number of freed slots, and of deferred ones.
+        """
         for slot in slots:
             if slot in self.policy:
                 self.policy.remove(slot)
             else:
                 self.forgotten -= 1
-        return self.free_or_doom(slots)
+        return self.free_or_defer(slots)
 
     def forget(self) -> tuple[int, int]:
         """Drop every READY chunk: forgotten, or doomed if pinned; return the number of each.
@@ -205,7 +211,7 @@ class Slots:
         return num_forgotten, num_doomed
 
     def take_forgotten(self, count: int) -> list[int]:
-        """Return the forgotten ones of the next `count` slots, for the caller to `free_or_doom`."""
+        """Return the forgotten ones of the next `count` slots; the caller calls `free_or_defer`."""
         first = self._sweep_at
         slots = self._forgotten_among(first, count)
         self._sweep_at = first + count if first + count < self.directory.num_slots else 0
@@ -216,8 +222,11 @@ class Slots:
         below_floor = self.directory.forgotten_slots(first, count)
         return [slot for slot in below_floor if slot not in self._doomed]
 
-    def free_or_doom(self, slots: list[int]) -> tuple[int, int]:
-        """`drop` for slots that the policy does not list any more."""
+    def free_or_defer(self, slots: list[int]) -> tuple[int, int]:
+        """Free unpinned slots; pinned ones are freed with their last lease.
+
+        The policy lists none of them. Returns as `drop`.
+        """
         pins = self.leases.pins
         pinned = [slot for slot in slots if slot in pins]
         unpinned = [slot for slot in slots if slot not in pins] if pinned else slots

@@ -122,18 +122,18 @@ class Lending:
             The slots, and the generation of each once it is given to a key.
         """
         self._uses.set_time(now)
-        space = self._slots.space
+        pool_space = self._slots.space
         need = min(need, MAX_LENT_AT_ONCE)
         self._sweep_for(need)
-        self._pool.acquire(space, need, filled_bytes, evict=False)
-        slots = space.take(need, filled_bytes)
+        self._pool.acquire(pool_space, need, filled_bytes, evict=False)
+        slots = pool_space.take(need, filled_bytes)
         if filled_bytes is None:
             if evict:
                 max_taken = max(1, int(self.share(engines) * MAX_TAKEN))
                 num_more = min(need, max_taken - self._slots.loans.count(owner)) - len(slots)
                 if num_more > 0:
-                    self._pool.acquire(space, num_more)
-                    slots += space.take(num_more)
+                    self._pool.acquire(pool_space, num_more)
+                    slots += pool_space.take(num_more)
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
@@ -149,13 +149,13 @@ class Lending:
             filled_bytes: of the pool; then only free slots are taken. None: all are.
         """
         self._uses.set_time(now)
-        space = self._slots.space
+        pool_space = self._slots.space
         self._sweep_for(n)
-        self._pool.acquire(space, n, filled_bytes, evict=False)
-        slots = space.take(n, filled_bytes)
+        self._pool.acquire(pool_space, n, filled_bytes, evict=False)
+        slots = pool_space.take(n, filled_bytes)
         if len(slots) < n and filled_bytes is None:
-            self._pool.acquire(space, n - len(slots))
-            slots += space.take(n - len(slots))
+            self._pool.acquire(pool_space, n - len(slots))
+            slots += pool_space.take(n - len(slots))
             victims = self._slots.reserve(n - len(slots), now)
             self._slots.evict(victims, now)
             self._uses.count_evicted(victims)

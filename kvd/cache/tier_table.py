@@ -236,7 +236,7 @@ class TierTable(TierTableView):
     ) -> int:
         """`hold` many chunks, [n] each: those that a tier has found at its start.
 
-        The ring does not get a change for each; call `request_rescan` after the last batch.
+        Writes no changes to the ring for most of them; call `request_rescan` after the last batch.
 
         Returns:
             How many were recorded.

@@ -86,8 +86,11 @@ class DemotionQueues:
         asked: a tier keeps those that were asked for.
 
     Attributes:
-        ready_queue: chunks that became READY; None without `ready`.
-        asked_queue: READY chunks that were asked for; None without `asked`.
+        ready_queue: chunks to demote to tiers with `keep=all`: all that became READY, but promoted
+            ones only if some tier lacks them. None without `ready`.
+        asked_queue: chunks to demote to tiers with `keep=asked`: READY ones that a load pinned,
+            that two finished requests had, or that were promoted and some tier lacks. None without
+            `asked`.
     """
 
     def __init__(self, directory: DirectoryWriter, *, ready: bool, asked: bool) -> None:

@@ -142,7 +142,7 @@ class LaneService:
     def _serve_workers(self) -> None:
         """Serve the requests that have come, at most `REQUESTS_PER_TURN`."""
         for _ in range(REQUESTS_PER_TURN):
-            received = self._server.next_request()
+            received = self._server.next_message()
             if received is None:
                 return
             if not self._workers.all_bound:  # the order that binds the sender came before it

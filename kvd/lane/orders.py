@@ -195,8 +195,8 @@ class OrderHandler:
         worker.is_leaving = True
         jobs = self._stop_jobs(worker, "the worker is gone")
 
-        def release() -> None:
-            # An earlier order may have released the worker.
+        def release_and_report() -> None:
+            # A repeated ReleaseWorker: the first one may have released it already.
             if self._workers.by_session(message.session) is worker:
                 self._reporter.detach(worker)
                 self._workers.release(worker)
@@ -204,7 +204,7 @@ class OrderHandler:
                 _log.info("released the memory of %s", identity, extra=identity.fields)
             self._reporter.send_to_broker(Released(session=message.session))
 
-        self._runner.when_ended(jobs, release)
+        self._runner.when_ended(jobs, release_and_report)
 
     def _stop_jobs(self, worker: LaneWorker, reason: str) -> list[LaneJob]:
         jobs = self._runner.jobs_of(worker)
@@ -302,7 +302,11 @@ class RequestHandler:
     def _execute(
         self, worker: LaneWorker, client: Client, request_id: int, message: Message
     ) -> None:
-        """Execute one request of a worker; raise Refusal if a lane does not serve its type."""
+        """Execute one request of a joined worker. Jobs are answered when they end.
+
+        Raises:
+            Refusal: a second Join, or a message that is no request to a lane.
+        """
         match message:
             case Store() | Load():
                 self._submit(worker, message, request_id)

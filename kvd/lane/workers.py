@@ -139,8 +139,8 @@ class WorkerTable:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._by_session: dict[int, LaneWorker] = {}
-        self._by_token: dict[bytes, LaneWorker] = {}
+        self._workers_by_session: dict[int, LaneWorker] = {}
+        self._workers_by_token: dict[bytes, LaneWorker] = {}
 
     def import_worker(self, message: ImportWorker, descriptors: Sequence[int]) -> LaneWorker:
         """Map the memory of a worker, and add it.
@@ -153,7 +153,7 @@ class WorkerTable:
         Raises:
             ImportFailed: the memory is not as described; nothing stays mapped.
         """
-        if message.session in self._by_session or message.token in self._by_token:
+        if message.session in self._workers_by_session or message.token in self._workers_by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
         if descriptors:
             control = map_control_page(descriptors[0])
@@ -168,27 +168,30 @@ class WorkerTable:
         expander = Expander(message.layout)
         identity, has_page = identity_of(message), bool(descriptors)
         worker = LaneWorker(message, identity, memory, control, has_page, expander)
-        self._by_session[message.session] = self._by_token[message.token] = worker
+        self._workers_by_session[message.session] = self._workers_by_token[message.token] = worker
         return worker
 
     def release(self, worker: LaneWorker) -> None:
         """Unmap a worker's memory, and remove it; nothing may be in flight on the memory."""
         self._device.release_memory(worker.memory)
         worker.control.unmap()
-        del self._by_session[worker.order.session], self._by_token[worker.order.token]
+        del (
+            self._workers_by_session[worker.order.session],
+            self._workers_by_token[worker.order.token],
+        )
 
     def by_session(self, session: int) -> LaneWorker | None:
         """Return the worker of a session; None if there is none."""
-        return self._by_session.get(session)
+        return self._workers_by_session.get(session)
 
     def by_token(self, token: bytes) -> LaneWorker | None:
         """Return the worker whose LaneUp has this token; None if there is none."""
-        return self._by_token.get(token)
+        return self._workers_by_token.get(token)
 
     @property
     def all_bound(self) -> bool:
         """Whether every worker has a binding."""
-        return all(worker.binding is not None for worker in self._by_session.values())
+        return all(worker.binding is not None for worker in self._workers_by_session.values())
 
     def __len__(self) -> int:
-        return len(self._by_session)
+        return len(self._workers_by_session)

@@ -101,7 +101,7 @@ def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
     """
     family = fields.get("model_type")
     if family in MAMBA2_FAMILIES:
-        layers, attention = _nemotron_layers(fields)
+        layers, attention = _count_nemotron_layers(fields)
         return StateLayers(
             layers=layers,
             attention_layers=attention,
@@ -114,7 +114,7 @@ def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
             dtype=str(fields.get("mamba_ssm_cache_dtype") or "float32"),
         )
     if family in DELTA_FAMILIES:
-        layers, attention = _delta_layers(fields)
+        layers, attention = _count_delta_layers(fields)
         dtype = fields.get("mamba_ssm_dtype") if family != "qwen3_next" else None
         return StateLayers(
             layers=layers,
@@ -130,23 +130,26 @@ def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
     return None
 
 
-def _nemotron_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of state layers and attention layers; other layers keep nothing."""
+def _count_nemotron_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of Mamba layers (with a state) and of attention layers.
+
+    Other layers keep nothing.
+    """
     pattern = fields.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         raise PlanError(f"hybrid_override_pattern = {pattern!r} is no text such as 'M-M*-'")
     return _checked_counts("hybrid_override_pattern", pattern.count("M"), pattern.count("*"))
 
 
-def _delta_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of state layers and attention layers."""
+def _count_delta_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of linear-attention layers (with a state) and full-attention layers."""
     kinds = fields.get("layer_types")
     layers = required(fields, ("num_hidden_layers",))
     if kinds is None:  # every n-th layer attends
         attention = layers // (optional(fields, ("full_attention_interval",)) or 4)
         return _checked_counts("full_attention_interval", layers - attention, attention)
     if not isinstance(kinds, list) or {*kinds} - {"linear_attention", "full_attention"}:
-        raise PlanError(f"layer_types = {kinds!r} lists other kinds than kvd plan covers")
+        raise PlanError(f"layer_types = {kinds!r} has a kind that kvd plan does not cover")
     kinds = kinds[:layers]
     return _checked_counts(
         "layer_types", kinds.count("linear_attention"), kinds.count("full_attention")
@@ -156,7 +159,7 @@ def _delta_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
 def _checked_counts(name: str, states: int, attention: int) -> tuple[int, int]:
     if not states or not attention:
         raise PlanError(
-            f"by {name} there are {states} state layers and {attention} of attention; kvd plan"
+            f"by {name} there are {states} state layers and {attention} attention layers; kvd plan"
             " covers models with both"
         )
     return states, attention

@@ -221,8 +221,12 @@ class Tenant(Protocol):
     def busy_slots(self) -> Iterable[int]:
         """Return the slots that cannot be freed: pinned, being written, draining."""
 
-    def yield_slots(self, slots: list[int]) -> None:
-        """Evict these unpinned chunks, end the slots' loans, and return them to the space."""
+    def surrender_slots(self, slots: list[int]) -> None:
+        """Give up these slots, none of them in `busy_slots`, to another namespace.
+
+        Loans end, current chunks are evicted, and chunks that a reset removed from the policy, but
+        a sweep has not freed yet, are dropped. All slots return to the space.
+        """
 
 
 class PoolSpace:
@@ -283,7 +287,7 @@ class PoolSpace:
     def take(self, n: int, filled_bytes: int | None = None) -> list[int]:
         """Allocate up to `n` free slots, neighbours where possible.
 
-        `filled_bytes`: only slots within so many bytes of the pool, in filling order; None: all.
+        `filled_bytes`: only slots within so many bytes of the pool, in `FillOrder`; None: all.
         """
         slots: list[int] = []
         if n <= 0 or not self.free_slots:

@@ -142,7 +142,12 @@ Columns = list[tuple[PoolSpace, int]]
 
 
 class Pool:
-    """The owners of the extents of a pool of `cpu_bytes`; `fill` is the order of its memory."""
+    """The owners of the extents of a pool.
+
+    Args:
+        cpu_bytes: the pool's size; its file may have more, up to whole pages.
+        fill: the order in which its memory is filled; None: the default.
+    """
 
     def __init__(self, cpu_bytes: int, fill: FillOrder | None = None) -> None:
         self.cpu_bytes = cpu_bytes
@@ -357,7 +362,7 @@ class Pool:
         """Evict the chunks of a column and release it."""
         used = space.used_slots(column)
         if used:
-            space.tenant.yield_slots(used)
+            space.tenant.surrender_slots(used)
         self._release(space, column)
 
     def release_empty_columns(self, space: PoolSpace) -> None:

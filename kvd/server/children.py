@@ -45,7 +45,10 @@ def configured_tiers(texts: list[str]) -> list[TierProcess]:
 
     settings = parse_tiers(texts)
     configured = zip(settings, check_tiers(settings), strict=True)
-    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in configured)
+    return tiers_of(
+        (setting, backend_class.medium, backend_class.shared)
+        for setting, backend_class in configured
+    )
 
 
 class LaneProcess(Child):
@@ -92,9 +95,11 @@ class Children:
         self._poller = poller
         self._execute = execute
         self._incarnations = itertools.count(1)
+        # Each lane gets this file and locks it to pin: one lane at a time (see `BeginLane`).
         self._pin_lock = os.memfd_create("kvd-pin-lock", os.MFD_CLOEXEC)
-        self.lanes: dict[str, LaneProcess] = {}
-        self.tiers = [
+        self.lane_children: dict[str, LaneProcess] = {}
+        # No process runs yet: `start_due` starts them.
+        self.tier_children = [
             Child(
                 "kvd.tier",
                 f"tier {tier.name}",
@@ -111,7 +116,7 @@ class Children:
 
     def add_lane(self, device: str) -> LaneProcess:
         """Add the lane of a device; `start_due` starts its process."""
-        lane = self.lanes[device] = LaneProcess(
+        lane = self.lane_children[device] = LaneProcess(
             "kvd.lane",
             f"lane {device}",
             {"lane": device},
@@ -124,14 +129,14 @@ class Children:
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
         """Start processes whose restart delay is over, and send each what it is to serve."""
-        for device, lane in self.lanes.items():
+        for device, lane in self.lane_children.items():
             if lane.due(now):
                 lane.start(now)
             if lane.running and lane.socket is None:
                 self._begin_lane(device, lane, pool)
         if not pool.ready:  # tiers write into the pool, and its pages may not be allocated yet
             return
-        for index, tier in enumerate(self.tiers):
+        for index, tier in enumerate(self.tier_children):
             if tier.due(now) and tier.start(now):
                 self._begin_tier(index, tier, pool, now)
 
@@ -166,7 +171,7 @@ class Children:
         self, device: str, message: Message, fds: tuple[int, ...], now: float
     ) -> None:
         if isinstance(message, LaneReady) and fds:
-            lane = self.lanes[device]
+            lane = self.lane_children[device]
             lane.lifeline, lane.proved_useful = fds[0], True
             fds = fds[1:]
         close_all(fds)
@@ -176,7 +181,7 @@ class Children:
         self, index: int, message: Message, fds: tuple[int, ...], now: float
     ) -> None:
         close_all(fds)
-        self.tiers[index].proved_useful |= isinstance(message, TierReady)
+        self.tier_children[index].proved_useful |= isinstance(message, TierReady)
         self._execute(self._core.tiering.received(index, message, now))
 
     def _on_tier_end(self, index: int, reason: str, now: float) -> None:
@@ -185,7 +190,7 @@ class Children:
 
     def send_to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a lane; kill it instead if it is to stop before it has begun."""
-        lane = self.lanes[device]
+        lane = self.lane_children[device]
         if lane.socket is not None:
             lane.send(LINK.encode(message), fds)
         elif isinstance(message, StopLane):
@@ -193,18 +198,18 @@ class Children:
 
     def send_to_tier(self, index: int, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a tier."""
-        self.tiers[index].send(TIERING.encode(message), fds)
+        self.tier_children[index].send(TIERING.encode(message), fds)
 
     def kill_tier(self, effect: KillTier) -> None:
         """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
-        tier = self.tiers[effect.tier]
+        tier = self.tier_children[effect.tier]
         tier.proved_useful &= not effect.back_off
         tier.kill(effect.reason)
 
     def close(self) -> None:
         """Stop all processes: lanes at once, tiers after a grace period; abandon hung tiers."""
-        end_all(self.lanes.values())
-        end_all(self.tiers, _TIER_END_SECONDS, _TIER_END_SECONDS)
+        end_all(self.lane_children.values())
+        end_all(self.tier_children, _TIER_END_SECONDS, _TIER_END_SECONDS)
         os.close(self._pin_lock)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import assert_never
 
 from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
@@ -225,7 +226,7 @@ class BrokerService:
         if self._last_poll:
             self.core.loop_turned(now - self._last_poll)
         timeout = POOL_IN_USE_POLL_SECONDS if self._pool_in_use else max(0.0, self._next_tick - now)
-        if tiers := self._children.tiers:
+        if tiers := self._children.tier_children:
             timeout = min(timeout, self.core.tiering.due(now))
         if busy or sessions.pending or any(tier.unread for tier in tiers):
             timeout = 0.0
@@ -238,7 +239,7 @@ class BrokerService:
         sessions.handle_events(ready)
         is_due = ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
         if is_due:
-            for lane in list(self._children.lanes.values()):
+            for lane in list(self._children.lane_children.values()):
                 lane.turn(ready, now)
         if sessions.pending:
             sessions.serve(now)
@@ -262,7 +263,7 @@ class BrokerService:
             self._execute(self._config.turn(self.core.reloading))
         self._execute(self.core.background.work())
         self._http.turn(ready, now)
-        for tier in self._children.tiers:
+        for tier in self._children.tier_children:
             tier.turn(ready, now)
         self._execute(self.core.tiering.turn(now))
         self._start_children(now)
@@ -371,19 +372,21 @@ class BrokerService:
                 case StartLane():
                     self._children.add_lane(effect.device)
                 case DropLane():
-                    del self._children.lanes[effect.device]  # its process has ended
+                    del self._children.lane_children[effect.device]  # its process has ended
                 case KillLane():
-                    self._children.lanes[effect.device].kill(effect.reason)
+                    self._children.lane_children[effect.device].kill(effect.reason)
+                case KillTier():
+                    self._children.kill_tier(effect)
                 case _:
                     self._execute_locally(effect)
 
-    def _execute_locally(self, effect: Effect) -> None:
-        """Execute effects on this process's own state: the pool, descriptors, the log."""
+    def _execute_locally(
+        self, effect: OpenPool | DropFds | ChunksReady | DropEngine | LogEvent
+    ) -> None:
+        """Execute the remaining effects: pool, session descriptors, READY pipes, log."""
         match effect:
             case OpenPool():
                 self._open_auto_sized_pool(effect)
-            case KillTier():
-                self._children.kill_tier(effect)
             case DropFds():
                 self._sessions.drop_fds(effect.session)
             case ChunksReady():
@@ -392,6 +395,8 @@ class BrokerService:
                 self._ready_pipes.drop(effect.engine)
             case LogEvent():
                 self._log_event(effect)
+            case _:
+                assert_never(effect)
 
     def _log_event(self, event: LogEvent) -> None:
         self.core.record_event(event, time.time())
@@ -412,7 +417,7 @@ class BrokerService:
                 directory = [self._directories.fd(name.namespace.hex())]
                 return directory + self._descriptions.read_fds(name.namespace.hex())
             case LifelineFd():
-                return [self._children.lanes[name.device].lifeline]
+                return [self._children.lane_children[name.device].lifeline]
             case SessionFds():
                 return self._sessions.fds(name.session)
             case None:
@@ -438,7 +443,7 @@ class BrokerService:
             self._drain_deadline = now + self._settings.drain_seconds
             self._stop_deadline = self._drain_deadline + lanes.unpin_seconds
             self._notifier.notify_stopping(self._stop_deadline - now)
-        running = any(lane.running for lane in self._children.lanes.values())
+        running = any(lane.running for lane in self._children.lane_children.values())
         if not running or self._signals > 1:
             return True
         if now >= self._stop_deadline:

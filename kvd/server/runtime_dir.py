@@ -156,14 +156,24 @@ class AllowList:
         )
 
 
-def _parse_ids(key: str, text: str, lookup: Callable[[str], int]) -> frozenset[int]:
+def _parse_ids(setting: str, names: str, id_of: Callable[[str], int]) -> frozenset[int]:
+    """Return the numeric ids of user or group names; numbers pass unchecked.
+
+    Args:
+        setting: its name, for the error.
+        names: its value, separated by commas.
+        id_of: returns the id of a name; KeyError: unknown.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
     ids = set()
-    for item in parse_names(text):
+    for name in parse_names(names):
         try:
-            ids.add(int(item) if item.isdecimal() else lookup(item))
+            ids.add(int(name) if name.isdecimal() else id_of(name))
         except KeyError:
             raise ConfigError(
-                f"{key} = {text!r}: {item!r} is not known on this machine; create it, or give its"
-                " number"
+                f"{setting} = {names!r}: this machine has no such user or group as {name!r}; create"
+                " it, or give its number"
             ) from None
     return frozenset(ids)

@@ -119,7 +119,7 @@ class SessionServer:
         """Admit peers, serve up to `_MAX_REQUESTS_PER_TURN` requests, end sessions."""
         self._admit_accepted()
         for _ in range(_MAX_REQUESTS_PER_TURN):
-            received = self._server.next_request()
+            received = self._server.next_message()
             self._end_sessions()  # first: the request may need what an ended session held
             if received is None:
                 break

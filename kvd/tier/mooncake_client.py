@@ -90,7 +90,8 @@ class MooncakeOptions:
         values = options.values
         if options.target:
             raise ConfigError(
-                f"mooncake:{options.target}: it has no target; give mooncake:master=HOST:PORT"
+                f"mooncake:{options.target}: mooncake takes no target; give"
+                " mooncake:master=HOST:PORT"
             )
         if "size" in values:
             raise ConfigError(
@@ -98,7 +99,7 @@ class MooncakeOptions:
                 " leave it out, or give segment=SIZE to let this node contribute"
             )
         if unknown := sorted(values.keys() - set(_KEYS)):
-            raise ConfigError(f"mooncake: {unknown[0]} is none of {', '.join(_KEYS)}")
+            raise ConfigError(f"mooncake: unknown option {unknown[0]}; known: {', '.join(_KEYS)}")
         protocol = values.get("protocol", "tcp")
         if protocol not in PROTOCOLS:
             raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
@@ -121,7 +122,7 @@ def _master(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"mooncake: master={text}: it needs HOST:PORT of mooncake_master,"
+            f"mooncake: master={text}: master is required: HOST:PORT of mooncake_master,"
             " such as master=10.0.0.1:50051"
         )
     return host, int(port)
@@ -232,18 +233,22 @@ class MooncakeClient:
             raise TierError(f"{self.master_text} does not answer; nothing was removed")
 
     def read_word(self, name: str) -> bytes | None:
-        """Return the 8 bytes of a small object; None if there is no such object.
+        """Return the 8 bytes of a small object.
+
+        None if it is absent, still being written, or longer than 8 bytes.
 
         Raises:
             TierError: the object cannot be read.
         """
         with self.buffer(8) as (memory, address):
-            (code,) = self.get([name], [[address]], [[8]])
-            if code == 8:
+            (nbytes_or_error,) = self.get([name], [[address]], [[8]])
+            if nbytes_or_error == 8:
                 return bytes(memory[:8])
-        if code in (NOT_FOUND, NOT_READY, BAD_LENGTH):
+        if nbytes_or_error in (NOT_FOUND, NOT_READY, BAD_LENGTH):
             return None
-        raise TierError(f"{self.master_text}: an object of 8 bytes cannot be read (code {code})")
+        raise TierError(
+            f"{self.master_text}: an object of 8 bytes cannot be read (code {nbytes_or_error})"
+        )
 
     def write_word(self, name: str, word: bytes, *, replace: bool) -> None:
         """Write a small object that is never evicted. An existing one stays, unless `replace`.

@@ -61,8 +61,8 @@ class LaneReady(Message, frozen=True):
 class PoolUsable(Message, frozen=True):
     """Lane → broker: how much of the pool it can copy now; sent after each change of a field.
 
-    usable_bytes: the longest prefix of the pool, in the order of `FillOrder`, in which every
-        byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
+    usable_bytes: length of the longest prefix of the pool, in `FillOrder`, in which every byte
+        of the bound workers' arenas is pinned. The whole pool where no worker is bound.
         BindWorker may reduce it.
     bindings: BindWorker orders that this lane had received when it measured `usable_bytes`.
     error: why `usable_bytes` will not grow any more; empty otherwise.

@@ -179,17 +179,19 @@ class Server:
         if self._descriptor_deadlines:
             self._check_descriptors(time.monotonic())
 
-    def next_request(self) -> Received | None:
-        """Return the next message; clients take turns.
+    def next_message(self) -> Received | None:
+        """Read clients in turn until one has a complete message, and return it.
 
-        None if `MAX_PER_TURN` clients in a row had no complete message; others may be `pending`.
+        Clients that break a rule, or have closed their end, are disconnected. None if no readable
+        client is left, or after `MAX_PER_TURN` reads without a message: then `pending` is true if
+        clients are left to read.
         """
         for _ in range(MAX_PER_TURN):
             if not self._readable:
                 break
             _, client = self._readable.popitem(last=False)
             try:
-                received = self._next_message(client)
+                received = self._read_message(client)
             except BadFrame as error:
                 self.disconnect(client, str(error), error.limit)
             except DescriptorsLost as error:
@@ -384,7 +386,7 @@ class Server:
 
     # ---------------------------------------------------------------- reading
 
-    def _next_message(self, client: Client) -> Received | None:
+    def _read_message(self, client: Client) -> Received | None:
         """Return the client's next message, or None; read its socket at most once."""
         channel = client.channel
         message = channel.receive()

@@ -193,7 +193,7 @@ def writer() -> Writer:
     """What keeps the descriptions of a table of four chunks."""
     made = Writer()
     namespaces = make_namespaces(4 * PAGE, make_descriptions=lambda _name, _size: made)
-    made.table = add(namespaces, 0, PAGE, record_bytes=64).table
+    made.table = add(namespaces, 0, PAGE, description_record_bytes=64).table
     return made
 
 

@@ -73,7 +73,8 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
     for index, gap in enumerate(gaps):
         now += gap / 10
         written += [
-            (now, line) for line in limiter.admit(record(f"kind {'abc'[index % kinds]}%s", 1), now)
+            (now, line)
+            for line in limiter.records_to_write(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
     written += [(now, line) for line in limiter.expire(float("inf"))]
     notices = [(at, line) for at, line in written if str(line.msg).startswith("left out")]

@@ -380,7 +380,7 @@ class FakeDaemon:
                 server.adopt(client, FakeSession(client, os.urandom(16)))
                 self.sessions.append(client.owner)
         while server.pending:
-            received = server.next_request()
+            received = server.next_message()
             if received is not None:
                 serve(*received)
         while server.ended:

@@ -212,11 +212,11 @@ def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
         (LLAMA | {"mamba_d_state": 16}, "state layers"),
         (LLAMA | {"index_head_dim": 128}, "indexer"),
         (NEMOTRON | {"hybrid_override_pattern": None}, "hybrid_override_pattern = None is no text"),
-        (NEMOTRON | {"hybrid_override_pattern": "M-M-"}, "2 state layers and 0 of attention"),
+        (NEMOTRON | {"hybrid_override_pattern": "M-M-"}, "2 state layers and 0 attention layers"),
         (NEMOTRON | {"n_groups": None}, "no n_groups"),
         (NEMOTRON | {"mamba_ssm_cache_dtype": "int3"}, "the states' dtype 'int3'"),
         (NEMOTRON | {"model_type": "other"}, "ssm_state_size = 128: state layers"),
-        (QWEN | {"layer_types": ["chunked"]}, "lists other kinds"),
+        (QWEN | {"layer_types": ["chunked"]}, "has a kind that kvd plan does not cover"),
         (QWEN | {"model_type": "other"}, "linear_num_value_heads = 32: state layers"),
     ],
 )

@@ -144,8 +144,8 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     ]
 
 
-def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> None:
-    """Times are in seconds, and equal beginnings are equal chunks."""
+def test_lines_become_requests_in_order_of_time(tmp_path: Path) -> None:
+    """Times are in seconds, equal beginnings are equal chunks; a blank first line is none."""
     path = tmp_path / "trace.jsonl"
     path.write_text(line(1024, 7, 9, timestamp=2500) + line(1300, 7, 8, 5, timestamp=1000))
     trace = read_trace(path)
@@ -155,6 +155,12 @@ def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> Non
     assert head == same
     assert second != other
     assert (trace.num_chunks, trace.tokens, trace.tokens_per_chunk) == (4, 2324, 512)
+    texts = [{"timestamp": 2.5e6, "input": "a" * 512}, {"timestamp": 1e6, "input": "a" * 300}]
+    path.write_text("\n" + "".join(json.dumps(text) + "\n" for text in texts))
+    trace = read_trace(path)
+    assert [request.time for request in trace.requests] == [1.0, 2.5]
+    assert [request.tokens for request in trace.requests] == [75, 128]
+    assert [request.chunks.tolist() for request in trace.requests] == [[0], [0, 1]]
 
 
 def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Path) -> None:

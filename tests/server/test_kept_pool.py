@@ -49,7 +49,7 @@ class Life:
         """A namespace, with an engine."""
         if which:
             return add(self.namespaces, 1, 3 * PAGE, world_size=3, replicated=True)
-        return add(self.namespaces, 0, PAGE, PAGE, record_bytes=128)
+        return add(self.namespaces, 0, PAGE, PAGE, description_record_bytes=128)
 
     def table(self) -> ChunkTable:
         """The chunks of the first namespace, which is here already."""

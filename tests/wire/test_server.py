@@ -60,7 +60,7 @@ def wait(server: Server, seconds: float = PATIENCE) -> bool:
 
 def received(server: Server) -> Received:
     """The next message."""
-    while (message := server.next_request()) is None:
+    while (message := server.next_message()) is None:
         assert wait(server), server
         server.handle_events()
     return message
@@ -71,7 +71,7 @@ def until(server: Server, true: Callable[[], bool]) -> None:
     while not true():
         assert wait(server), server
         server.handle_events()
-        assert server.next_request() is None
+        assert server.next_message() is None
 
 
 def is_served(server: Server, connection: RawConnection) -> bool:
@@ -140,7 +140,7 @@ def push(server: Server, sock: socket.socket, data: bytes) -> None:
         except (BrokenPipeError, ConnectionResetError):
             return
         server.handle_events()
-        assert server.next_request() is None
+        assert server.next_message() is None
         assert server.buffered_bytes <= 3 * MIB
 
 
@@ -189,7 +189,7 @@ def test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only(
     while not server.ended:
         wait(server, 0.02)
         server.handle_events()
-        assert server.next_request() is None
+        assert server.next_message() is None
     assert "not the rest of their message" in str(slow.error_at_the_end())
     assert open_on(fd) == {fd}
     os.close(fd)
@@ -235,7 +235,7 @@ def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Pat
                 while time.monotonic() < end:
                     wait(server, 0.01)
                     server.handle_events()
-                    assert server.next_request() is None
+                    assert server.next_message() is None
                 dealer.send(b"after")
                 assert received(server)[1] == b"after"
                 lost = bool(monitor.poll(0))
@@ -277,7 +277,7 @@ def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, connect:
         server.handle_events()
     quiet.send(b"quiet")
     turns = 0
-    while (message := server.next_request()) is None:
+    while (message := server.next_message()) is None:
         turns += 1
         server.handle_events()
     assert message[1] == b"quiet"
@@ -285,7 +285,7 @@ def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, connect:
     heard, end = b"", time.monotonic() + PATIENCE
     while heard.count(PONG) < 5000 and time.monotonic() < end:
         server.handle_events()
-        server.next_request()
+        server.next_message()
         with contextlib.suppress(BlockingIOError):
             heard += flood.sock.recv(MIB)
     assert heard.count(PONG) == 5000
@@ -333,7 +333,7 @@ def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
         while not server.ended:
             assert wait(server)
             server.handle_events()
-            if (message := server.next_request()) is not None:
+            if (message := server.next_message()) is not None:
                 server.closer.close(message[2], os.getuid())
         other.send(b"served")
         assert received(server)[1] == b"served"

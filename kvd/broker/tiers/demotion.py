@@ -107,9 +107,10 @@ class Demotion:
         ]
 
     def probe(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Put one waiting chunk, by which the breaker sees whether the tier works again.
+        """Send the tier one chunk that waits to be demoted, as the half-open breaker's probe.
 
-        The chunk leaves its queue for all tiers. Nothing is put if none waits or the tier has it.
+        The chunk is taken off its queue, whatever the tier's `keep`, so the other tiers do not get
+        it. Empty if none waits or the tier has the chunk: the caller then closes the breaker.
         """
         for namespace in self._state.open_namespaces:
             tier_namespace = tier.namespaces.get(namespace)

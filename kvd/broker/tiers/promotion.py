@@ -301,7 +301,7 @@ class Promotion:
         """Order a tier to fill slots with these chunks, as far as there are slots."""
         filled_bytes = None if self._state.pool_usable else self._state.pinned_bytes
         taken = namespace.table.promotions.begin(
-            keys, tier.writer, now, SLOT_SECONDS, len(keys), filled_bytes=filled_bytes
+            keys, tier.writer_name, now, SLOT_SECONDS, len(keys), filled_bytes=filled_bytes
         )
         if not taken:
             return []
@@ -454,7 +454,7 @@ class Promotion:
     def free_slots(tier: TierProcess, batch: TierBatch) -> None:
         """Free the draining slots of a get that has ended."""
         slots, generations = zip(*batch.refs, strict=True)
-        batch.namespace.table.slots.writes_ended(tier.writer, slots, generations)
+        batch.namespace.table.slots.writes_ended(tier.writer_name, slots, generations)
 
     def _settle(self, batch: TierBatch) -> None:
         """Remove a get from the slots being filled and from the bytes under way."""

@@ -131,10 +131,10 @@ class TierProcess:
         unconfirmed: ids of namespaces whose last reset the tier has not confirmed.
         batches: orders under way, by number.
         put_bytes, get_bytes: bytes of these.
-        acted_state: the breaker's state that was acted upon last.
-        trial: a chunk to probe the tier with.
+        handled_state: the breaker's state at the last `Tiering._on_breaker_change`.
+        probe_chunk: namespace and key of a get that was given up, to probe the tier with.
         child: state of its process; messages of a killed one are ignored.
-        writer: the name under which slots wait for the process's writes.
+        writer_name: the process's name in `Slots`, which lists the slots that it may write.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class TierProcess:
         self.put_bytes = self.get_bytes = 0
         self.namespaces: dict[Namespace, TierNamespace] = {}
         self.unconfirmed: set[bytes] = set()
-        self.acted_state = self.breaker.state
-        self.trial: tuple[Namespace, bytes] | None = None
+        self.handled_state = self.breaker.state
+        self.probe_chunk: tuple[Namespace, bytes] | None = None
         self.described = ""
         self.child = ChildState()
-        self.writer = ""
+        self.writer_name = ""
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
         self.full_until = 0.0

@@ -82,7 +82,7 @@ class Tiering:
         tier = self._state.tiers[index]
         tier.child.started(now)
         tier.breaker.process_changed(now)
-        tier.writer = f"tier {index} pid {pid}"
+        tier.writer_name = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
         """Process a message from a tier's process; messages of a killed one are ignored."""
@@ -103,7 +103,7 @@ class Tiering:
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
         self._give_up_slots(tier)  # by the slot tables: `_start_over` may have forgotten the orders
         for namespace in self._state.open_namespaces:
-            namespace.table.slots.writer_lost(tier.writer)
+            namespace.table.slots.writer_lost(tier.writer_name)
         tier.process_ended()
         if served:
             tier.child.last_error = reason
@@ -162,13 +162,13 @@ class Tiering:
         self._resumes_at = now + self._pause
         reason = f"it cannot be handled: {safe_repr(error)}"
         text = (
-            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are set aside, and"
-            " their processes are replaced"
+            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are disabled"
+            " (breaker open), and their processes are replaced"
         )
         effects: list[Effect] = [LogEvent(text, "error", trace=safe_traceback(error))]
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, reason)
-            tier.acted_state, tier.child.last_error = tier.breaker.state, reason
+            tier.handled_state, tier.child.last_error = tier.breaker.state, reason
             tier.child.killed = True
             # Also if it was ordered before: that order may be lost.
             effects.append(KillTier(tier.index, reason, back_off=True))
@@ -183,7 +183,7 @@ class Tiering:
         """Give up all slots that its process fills, by the slot tables and not by orders."""
         for namespace in self._state.open_namespaces:
             slots = namespace.table.slots
-            for slot in [slot for slot, name in slots.filling.items() if name == tier.writer]:
+            for slot in [slot for slot, name in slots.filling.items() if name == tier.writer_name]:
                 with contextlib.suppress(Exception):  # this call may be what has just failed
                     slots.give_up([slot])
 
@@ -411,27 +411,34 @@ class Tiering:
         return []
 
     def _on_breaker_change(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Act on a changed state of the breaker.
+        """Act if the breaker's state has changed since the last call.
 
-        OPEN: give up what waits for the tier; remember a chunk to probe with. HALF_OPEN: probe.
-        CLOSED: log that it is used again. Always publish the tier's health.
+        - OPEN: give up what waits for the tier, and keep the key of a get to probe it with; log it
+          if the state was CLOSED.
+        - HALF_OPEN: send a probe.
+        - CLOSED: log it.
+
+        Then publish the tiers' health.
         """
-        previous, tier.acted_state = tier.acted_state, tier.breaker.state
-        if previous is tier.acted_state:
+        previous, tier.handled_state = tier.handled_state, tier.breaker.state
+        if previous is tier.handled_state:
             return []
         effects: list[Effect] = []
-        if tier.acted_state is BreakerState.OPEN:
+        if tier.handled_state is BreakerState.OPEN:
             get = next((batch for batch in tier.gets() if not batch.given_up), None)
             if get is not None:
-                tier.trial = get.namespace, get.order.keys[0]
+                tier.probe_chunk = get.namespace, get.order.keys[0]
             effects = self.promotion.give_up(tier)
             if previous is BreakerState.CLOSED:
-                text = f"is set aside: {tier.breaker.reason}; engines miss what it holds meanwhile"
+                text = (
+                    f"is disabled (breaker open): {tier.breaker.reason}; lookups miss chunks that"
+                    " only it has, until it recovers"
+                )
                 effects.append(tier.event(text, "warning"))
-        elif tier.acted_state is BreakerState.HALF_OPEN:
+        elif tier.handled_state is BreakerState.HALF_OPEN:
             effects = self._probe(tier, now)
         else:
-            effects.append(tier.event("is used again"))
+            effects.append(tier.event("is enabled again (breaker closed)"))
         self._publish()
         return effects
 
@@ -441,10 +448,10 @@ class Tiering:
         opened = [ns for ns, opening in tier.namespaces.items() if opening.salt is not None]
         if tier.info.shared and opened:
             effects = self.promotion.probe(tier, opened[0], now)
-        elif tier.trial is not None and tier.trial[0] in opened:
-            namespace, key = tier.trial
+        elif tier.probe_chunk is not None and tier.probe_chunk[0] in opened:
+            namespace, key = tier.probe_chunk
             effects = self.promotion.get(tier, namespace, [key], (), now)
-        tier.trial = None
+        tier.probe_chunk = None
         effects = effects or self.demotion.probe(tier, now)
         if not tier.batches:
             tier.breaker.skip_probe(now)

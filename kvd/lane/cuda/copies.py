@@ -205,7 +205,7 @@ class BatchCopy:
         # Request a form that the driver has: for a newer one it could return an older form.
         form = next((form for form in _BATCH_FORMS if form[0] <= driver_version), None)
         if form is None:
-            attempted = "looking for cuMemcpyBatchAsync"
+            attempted = "looking up the driver function cuMemcpyBatchAsync"
             raise CudaDriverError(
                 -1, f"not in a driver for CUDA {version_text(driver_version)}", attempted
             )
@@ -362,7 +362,7 @@ class _Trial:
 
 def _address_of(name: str, since: int) -> int:
     """Return the address of a driver function, in the form that a version introduced."""
-    attempted = f"looking for {name}"
+    attempted = f"looking up the driver function {name}"
     flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, status = call(attempted, "cuGetProcAddress", name.encode(), since, flags)
     if not int(address):

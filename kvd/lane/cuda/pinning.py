@@ -8,7 +8,7 @@ have another size in every namespace: a boundary may cut a slot, and copies are 
 
 One thread makes the pinned pieces equal to the requested ones:
 
-1. It pins in the order of `kvd.pool.geometry`, in which the broker allocates: once a piece is
+1. It pins in `FillOrder` (`kvd.pool.geometry`), in which the broker allocates: once a piece is
    allocated, its pages are touched, then registered.
 2. Then it unpins pieces that are not requested. Pieces of a rank that has left stay pinned until
    the next request, so a restarted engine finds its arena pinned.
