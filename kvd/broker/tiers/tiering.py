@@ -162,7 +162,7 @@ class Tiering:
         self._resumes_at = now + self._pause
         reason = f"it cannot be handled: {safe_repr(error)}"
         text = (
-            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are disabled"
+            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are set aside"
             " (breaker open), and their processes are replaced"
         )
         effects: list[Effect] = [LogEvent(text, "error", trace=safe_traceback(error))]
@@ -431,14 +431,14 @@ class Tiering:
             effects = self.promotion.give_up(tier)
             if previous is BreakerState.CLOSED:
                 text = (
-                    f"is disabled (breaker open): {tier.breaker.reason}; lookups miss chunks that"
+                    f"is set aside (breaker open): {tier.breaker.reason}; lookups miss chunks that"
                     " only it has, until it recovers"
                 )
                 effects.append(tier.event(text, "warning"))
         elif tier.handled_state is BreakerState.HALF_OPEN:
             effects = self._probe(tier, now)
         else:
-            effects.append(tier.event("is enabled again (breaker closed)"))
+            effects.append(tier.event("is used again (breaker closed)"))
         self._publish()
         return effects
 
