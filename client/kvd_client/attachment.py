@@ -195,7 +195,7 @@ class PendingReset:
 class Attachments:
     """The attachments of one scheduler, one after another. For any thread.
 
-    `read_from` makes lookups read an attachment's directory, or find nothing (None).
+    `switch_source` makes lookups read an attachment's directory, or find nothing (None).
 
     Attributes:
         lock: held to decide and to send, never while waiting. It guards all attributes below.
@@ -207,14 +207,14 @@ class Attachments:
     """
 
     def __init__(
-        self, read_from: Callable[[Attachment | None], None], wake: Callable[[], None]
+        self, switch_source: Callable[[Attachment | None], None], wake: Callable[[], None]
     ) -> None:
         self.lock = threading.Lock()
         self.current: Attachment | None = None
         self.pending_reset: PendingReset | None = None
         self.serials = itertools.count(1)
         self.first_store = self.first_lease = 0
-        self._read_from = read_from
+        self._switch_source = switch_source
         self._wake = wake
         self._loans = LoanQueue()
         self._reuse = ReuseFilter(1, MIN_REMEMBERED_KEYS)
@@ -260,7 +260,7 @@ class Attachments:
                 attachment.send()  # before the reset, so that it ends these stores too
                 attachment.start_empty()
                 self.first_store = next(self.serials)
-            self._read_from(None)
+            self._switch_source(None)
         return reset
 
     def end_reset(self, reset: PendingReset, loans: Message) -> None:
@@ -278,7 +278,7 @@ class Attachments:
                 self.current.add_loans(loans)
             if self.pending_reset is reset:  # else another reset was requested meanwhile
                 self.pending_reset = None
-            self._read_from(self.serving)
+            self._switch_source(self.serving)
 
     def receive(self, connection: Connection) -> bool:
         """Read answers, send overdue decisions; return False if no attachment uses `connection`."""
@@ -298,7 +298,7 @@ class Attachments:
                 attachment.send()
                 attachment.read_answers()
             connection, left_s = attachment.connection, end - time.monotonic()
-            if not connection.num_unanswered or left_s <= 0 or connection.wait_readable(left_s):
+            if not connection.num_unanswered or left_s <= 0 or connection.wait_or_fail(left_s):
                 return
 
     def abandon(self) -> None:
@@ -307,7 +307,7 @@ class Attachments:
         self.current = None
 
     def _switch(self, attachment: Attachment | None) -> None:
-        self._read_from(attachment if self.pending_reset is None else None)
+        self._switch_source(attachment if self.pending_reset is None else None)
         self.current = attachment  # last: readers of `current` then do lookups
         self.first_store = self.first_lease = next(self.serials)
 

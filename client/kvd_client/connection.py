@@ -182,9 +182,9 @@ class Connection:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise DaemonLost(f"no answer to {type(message).__name__} within its deadline")
-            is_closing = self.wait_readable(left_s)
+            is_closing = self.wait_or_fail(left_s)
 
-    def wait_readable(self, seconds: float) -> bool:
+    def wait_or_fail(self, seconds: float) -> bool:
         """Wait until a reply may have arrived, for `seconds` and `CHECK_MS` at most.
 
         Return whether the connection has failed, or the session is being closed.

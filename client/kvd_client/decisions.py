@@ -196,7 +196,7 @@ class Decisions:
             loans.take,
             outbox.start_store,
         )
-        is_lent, pinned = self._directory.is_lent, outbox.pinned
+        is_lent, pinned = self._directory.is_lent, outbox.step_of_pinned
         started_stores = outbox.started_stores
         has_filter = reuse.threshold > 1
         filtered: set[bytes] = set()  # not admitted: counts a repeated key once

@@ -51,7 +51,7 @@ class Outbox:
             `keys` list of the step, whose identity tells steps apart.
         reassigned: the slots of these stores, with their new generations: a chunk that the
             directory has there under another generation is being replaced.
-        pinned: slots of chunks pinned by steps not answered yet; the value is the
+        step_of_pinned: slots of chunks pinned by steps not answered yet; the value is the
             `UnansweredStep.pinned` of the latest such step.
         oldest_at: `time.monotonic()` of the oldest item; meaningless if the outbox is empty.
     """
@@ -60,7 +60,7 @@ class Outbox:
         self._whole_chunk = (0, blocks_per_chunk)
         self.started_stores: dict[bytes, list[bytes]] = {}
         self.reassigned: dict[int, int] = {}
-        self.pinned: dict[int, list[int]] = {}
+        self.step_of_pinned: dict[int, list[int]] = {}
         self._unanswered: dict[int, UnansweredStep] = {}  # by request id
         self.oldest_at = 0.0
         self._dropped: list[bytes] = []
@@ -75,9 +75,9 @@ class Outbox:
         self._descriptions: list[bytes] = []
         self._described_bytes = 0
         self._dropped_next: list[bytes] = []
-        self._pins: list[Pin] = []
-        self._pinned: list[int] = []
-        self._unpinned: list[int] = []
+        self._leases_begun: list[Pin] = []
+        self._pinned_slots: list[int] = []
+        self._leases_ended: list[int] = []
         self._used: list[bytes] = []
         self._used_counts: list[int] = []
         self._prompt_counts: list[int] = []
@@ -149,19 +149,20 @@ class Outbox:
     def pin(
         self, lease: int, lease_ms: int, slots: Sequence[int], generations: Sequence[int]
     ) -> None:
-        """Add a lease that pins chunks."""
+        """Add a new lease. Until the step is answered, no key gets one of its slots."""
         self._count_items(len(slots))
-        self._pinned += slots
-        self.pinned.update(dict.fromkeys(slots, self._pinned))
+        self._pinned_slots += slots
+        # This list object tells which step pins the slots.
+        self.step_of_pinned.update(dict.fromkeys(slots, self._pinned_slots))
         packed = IntArray.of(slots, "u4"), IntArray.of(generations, "u8")
-        self._pins.append(
+        self._leases_begun.append(
             Pin(lease=lease, lease_ms=lease_ms, slots=packed[0], generations=packed[1])
         )
 
     def unpin(self, lease: int) -> None:
         """Add the end of a lease."""
         self._count_items(1)
-        self._unpinned.append(lease)
+        self._leases_ended.append(lease)
 
     def use(self, keys: Collection[bytes], num_prompt: int, label: int) -> None:
         """Add a finished request: its chunks, of which the first `num_prompt` are the prompt's."""
@@ -207,7 +208,7 @@ class Outbox:
             first = IntArray.of([first for first, _ in self._blocks], "u2")
             count = IntArray.of([count for _, count in self._blocks], "u2")
         keys, dropped_next, descriptions = self.keys, self._dropped_next, self._descriptions
-        unanswered = UnansweredStep(keys, self._slots, self._generations, self._pinned)
+        unanswered = UnansweredStep(keys, self._slots, self._generations, self._pinned_slots)
         if self._described_bytes:
             descriptions += [b""] * (len(keys) - len(descriptions))
         else:
@@ -221,8 +222,8 @@ class Outbox:
             first=first,
             count=count,
             descriptions=tuple(descriptions),
-            pins=tuple(self._pins),
-            unpinned=tuple(self._unpinned),
+            pins=tuple(self._leases_begun),
+            unpinned=tuple(self._leases_ended),
             used=tuple(self._used),
             used_counts=IntArray.of(self._used_counts, "u4")
             if len(self._used_counts) > 1
@@ -264,8 +265,8 @@ class Outbox:
             if self.reassigned.get(slot) == generation:
                 del self.reassigned[slot]
         for slot in step.pinned:
-            if self.pinned.get(slot) is step.pinned:
-                del self.pinned[slot]
+            if self.step_of_pinned.get(slot) is step.pinned:
+                del self.step_of_pinned[slot]
 
 
 class SchedulerTotals:

@@ -18,7 +18,10 @@ _ONE_REMINDER = (ctypes.c_long * 4)(0, 0, REMINDER_SECONDS, 0)  # struct itimers
 
 
 class Readiness:
-    """A descriptor for an event loop. May be used by any thread."""
+    """A descriptor for an event loop.
+
+    The owner calls `set`, `remind` and `clear` under one lock; any thread may call the others.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -46,13 +49,13 @@ class Readiness:
             self._epoll.unregister(fd)
 
     def set(self) -> None:
-        """Be readable until `clear`. Not in two threads at once, nor with `clear`."""
+        """Be readable until `clear`."""
         if not self._is_set and not self._epoll.closed:
             self._is_set = True
             os.eventfd_write(self._flag, 1)
 
     def remind(self) -> None:
-        """Be readable once, within `REMINDER_SECONDS`. Call it under the lock of `set`."""
+        """Be readable once, within `REMINDER_SECONDS`."""
         if self._remind_at or self._epoll.closed:
             return
         if self._timer < 0:
@@ -65,7 +68,7 @@ class Readiness:
         _libc.timerfd_settime(self._timer, 0, _ONE_REMINDER, None)
 
     def clear(self) -> bool:
-        """Undo `set`, and a reminder that has expired; return whether `set` was called before."""
+        """Undo `set` and an expired reminder; return whether `set` had been called."""
         if self._remind_at and time.monotonic() >= self._remind_at and not self._epoll.closed:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._timer, 8)
@@ -111,18 +114,18 @@ class SchedulerReadiness(Readiness):
             super().set()
 
     def test_and_clear(self) -> bool:
-        """Return whether there was an event since the last call, and clear it."""
+        """Return whether `set` was called, or the daemon's pipe was readable; clear both."""
         with self._lock:
-            is_ready = self.clear()
+            had_event = self.clear()
             while self._pipe >= 0:
                 try:
                     data = os.read(self._pipe, 4096)
                 except BlockingIOError:
                     break
-                is_ready = True
+                had_event = True
                 if not data:  # end of file: the daemon has ended, or dropped this engine
                     self._drop_pipe()
-            return is_ready
+            return had_event
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -178,8 +178,8 @@ def register_message(
 ) -> tuple[Register, Descriptors]:
     """Return the `Register` message of one rank, and duplicates of its memory's descriptors.
 
-    The caller sends the control page's descriptor first: the message numbers the returned ones
-    from 1 on.
+    Each file or allocation has one descriptor. The message numbers them from 1 on: number 0 is the
+    control page's, which the caller puts before them.
 
     Raises:
         UsageError: the memory does not fit the layout, or an argument is invalid.

@@ -82,14 +82,14 @@ class SchedulerSession(ClientSession):
         super().__init__(runtime_dir, engine, deadline)
         self._readiness = SchedulerReadiness()
         self._changes = PublishedChanges()
-        self._attachments = Attachments(self._read_from, self._wake)
-        # `_read_from` replaces these with each attachment, so that lookups need no check for one.
+        self._attachments = Attachments(self._switch_source, self._wake)
+        # `_switch_source` replaces these with each attachment: lookups need no check for one.
         self._lookup: Callable[..., LookupResult]
         self._entry: Callable[[bytes], Entry | None]
         self._started_stores: Container[bytes]
         self._reassigned: Mapping[int, int]
         self._tiers: SchedulerTiers | None
-        self._read_from(None)
+        self._switch_source(None)
         self._start()
 
     @property
@@ -131,11 +131,13 @@ class SchedulerSession(ClientSession):
     def reserve(self, slots: int, timeout: float | None = None) -> int:
         """Request loans and wait for them: for bulk work, outside an engine's steps.
 
-        The daemon lends free slots, and by eviction only a part of the pool.
+        An engine gets at most its share of the slots: those of the namespace, divided by its
+        engines. A lent slot may hold a chunk, which is evicted once a key gets the slot. Other
+        namespaces give up slots for at most a quarter of the share.
 
         Args:
             slots: how many loans the next stores need, in all.
-            timeout: seconds to wait at most; None: the deadline.
+            timeout: seconds to wait at most; None: the session's `deadline`.
 
         Returns:
             The number of loans now: fewer, as many or more. 0 if the engine is not attached.
@@ -159,7 +161,7 @@ class SchedulerSession(ClientSession):
                     requested_at = now
             if now >= end:
                 return num_loans
-            if connection.wait_readable(min(end - now, RETRY_SECONDS)):
+            if connection.wait_or_fail(min(end - now, RETRY_SECONDS)):
                 return num_loans
 
     @property
@@ -181,7 +183,7 @@ class SchedulerSession(ClientSession):
         background. Until it is answered, this engine finds and stores nothing.
 
         Args:
-            timeout: seconds to wait for the answer; None: the deadline.
+            timeout: seconds to wait for the answer; None: the session's `deadline`.
 
         Returns:
             How many chunks were dropped, and how many will be at the end of their leases; None if
@@ -342,11 +344,14 @@ class SchedulerSession(ClientSession):
         # A forked child has no session to load with, so its lookups find nothing.
         self._attachments.abandon()
         self._readiness.abandon()
-        self._read_from(None)
+        self._switch_source(None)
         self._changes = PublishedChanges()
 
-    def _read_from(self, attachment: Attachment | None) -> None:
-        """Make lookups and KV events read an attachment's directory; None: they find nothing."""
+    def _switch_source(self, attachment: Attachment | None) -> None:
+        """Point lookups and the reader of changes at an attachment.
+
+        None: lookups miss; published chunks stay published for `ABSENT_SECONDS`.
+        """
         if attachment is None:
             self._lookup, self._entry = self._lookup_nothing, self._no_entry
             self._started_stores, self._reassigned, self._tiers = (), {}, None

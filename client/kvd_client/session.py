@@ -385,7 +385,7 @@ class ClientSession:
         end = time.monotonic() + GRACE_SECONDS
         while connection.is_overdue(self.deadline):
             left_s = end - time.monotonic()
-            if left_s <= 0 or connection.wait_readable(left_s):
+            if left_s <= 0 or connection.wait_or_fail(left_s):
                 return True
             connection.receive_all()
         return False

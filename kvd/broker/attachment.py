@@ -59,7 +59,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         world_size=engine.world_size,
         replicated=layouts[0].replicated,
         blocks_per_chunk=layouts[0].blocks_per_chunk,
-        label=registrations[0].fingerprint.model,
+        model=registrations[0].fingerprint.model,
         temporary=registrations[0].temporary,
         description_record_bytes=record_bytes(layouts[0]),
     )

@@ -202,14 +202,14 @@ class Operations:
     def _named(self, ns_id: bytes | None) -> tuple[Sequence[Namespace], str]:
         """Return the namespace of this id, or all for None, and their name in logs."""
         if ns_id is None:
-            return self._state.open_namespaces, "all namespaces"
+            return self._state.open_namespaces, "all open namespaces"
         namespace = self._state.namespace(ns_id)
         if namespace is None:
             raise Refusal(
                 ErrorCode.BAD_STATE,
                 f"no namespace {ns_id.hex()} is open; `kvd namespaces` lists those that are",
             )
-        return [namespace], f"namespace {ns_id.hex()[:8]} ({namespace.label})"
+        return [namespace], f"namespace {ns_id.hex()[:8]} ({namespace.model})"
 
 
 def _cleared(
@@ -237,7 +237,7 @@ def _fate(namespace: Namespace, key: bytes, now: float, tier_names: Sequence[str
     mask = 0 if entry is None else entry.tiers
     return ChunkFate(
         namespace=namespace.id,
-        model=namespace.label,
+        model=namespace.model,
         reason=reason.value,
         slot=slot,
         used_ms=used_ms,

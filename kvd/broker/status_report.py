@@ -30,8 +30,9 @@ def status_report(
 ) -> dict[str, Any]:
     """Return the report as `kvd status --json` prints it.
 
-    `report_of` reads the values that have the name of their declaration from their owners; the
-    others are passed here. Conditions on changes compare with `before`.
+    `report_of` takes a field from the argument of its name, else from the first owner that has an
+    attribute of its name. Conditions count what has risen since `before`, an earlier report of this
+    boot; None: nothing has.
     """
     namespaces, usage = state.open_namespaces, state.usage()
     report = report_of(
@@ -104,7 +105,7 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
         geometry,
         table,
         id=namespace.id.hex(),
-        model=namespace.label,
+        model=namespace.model,
         num_chunks=geometry.num_slots,
         tier_chunks=0 if directory.tiers is None else len(directory.tiers),
         directory_bytes=directory.header.total_bytes,

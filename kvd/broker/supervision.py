@@ -114,11 +114,14 @@ class LaneSupervisor:
         return [KillLane(lane.device, message.error)]
 
     def _share_done(self, message: ShareDone) -> list[Effect]:
-        """Book the shares that a rank has stored; wake the scheduler if chunks became READY."""
+        """Record shares that a rank has stored, or could not store.
+
+        Chunks that became READY wake the scheduler; the engine loses those that are given up.
+        """
         session = self._state.registry.sessions.get(message.session)
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
-            return []  # the engine is gone, and these writes with it
+            return []  # the engine has left this namespace; its writes were given up then
         ready, given_up = engine.namespace.table.stores.share_done(
             engine.number,
             message.rank,

@@ -181,8 +181,8 @@ class DirectoryWriter(DirectoryView):
         for slot in slots:
             self._quarters[slot * _QUARTERS + _LOAN] = 0
 
-    def loan(self, slot: int) -> int:
-        """Return the number of the slot's loan; 0: it is not on loan."""
+    def loan_of(self, slot: int) -> int:
+        """Return the low 32 bits of the generation under which the slot is lent; 0: it is not."""
         return self._quarters[slot * _QUARTERS + _LOAN]
 
     def _next_generations(self, n: int) -> list[int]:

@@ -132,9 +132,9 @@ class MissCurve:
         last_bucket: Bucket | None = None
         distance = 0
         for key, (position, weight) in sample.items():
-            by_own_hash = weight > 0
+            by_key_hash = weight > 0
             count = 0
-            if hottest <= position < num_prompt and by_own_hash == (position < cold_from):
+            if hottest <= position < num_prompt and by_key_hash == (position < cold_from):
                 count = every if position else 1
             self._sampled += count
             self._sampled_positions += count * position
@@ -177,16 +177,16 @@ class MissCurve:
         """
         every, hashes = self._every, list(map(hash, keys))
         if every == 1:
-            return {own_hash: (position, 1) for position, own_hash in enumerate(hashes)}
+            return {key_hash: (position, 1) for position, key_hash in enumerate(hashes)}
         sample = {~hashes[0]: (0, 0)}
-        chosen = 0
-        for position, own_hash in enumerate(hashes):
+        chosen = -1
+        for position, key_hash in enumerate(hashes):
             if (position - 1) % every == 0:
-                chosen = position + own_hash % every
-            if position == chosen and position:
-                sample.setdefault(own_hash ^ 1, (position, 0))
-            if own_hash % every == 0:
-                sample.setdefault(own_hash, (position, every))
+                chosen = position + key_hash % every
+            if position == chosen:
+                sample.setdefault(key_hash ^ 1, (position, 0))
+            if key_hash % every == 0:
+                sample.setdefault(key_hash, (position, every))
         return sample
 
     def _bucket_of(self, key: int) -> Bucket | None:

@@ -72,7 +72,7 @@ class Namespace:
     """A set of chunks that engines of one model and layout share.
 
     id: 16 bytes.
-    label: a name for people.
+    model: the model's name; quotas, miss reasons and reports use it.
     temporary: see `Namespaces.open`.
     engines: number of attached engines.
     tokens_per_chunk: None: not known, or groups differ.
@@ -82,7 +82,7 @@ class Namespace:
     """
 
     id: bytes
-    label: str
+    model: str
     table: ChunkTable
     temporary: bool = False
     engines: int = 0
@@ -158,7 +158,7 @@ class Namespaces:
         world_size: int,
         replicated: bool,
         blocks_per_chunk: int = 1,
-        label: str = "",
+        model: str = "",
         temporary: bool = False,
         description_record_bytes: int = 0,
     ) -> Namespace:
@@ -170,7 +170,7 @@ class Namespaces:
             world_size: number of ranks that hold shares of a chunk.
             replicated: every rank holds the same bytes.
             blocks_per_chunk: blocks of a whole chunk.
-            label: a name for people, e.g. the model's.
+            model: the model's name, from the fingerprint; quotas and miss reasons use it.
             temporary: closed after its last engine. It has no ledger, descriptions, tiers,
                 miss-ratio curve, quota or fair share of the pool, and claims the pool in columns of
                 one extent instead of `COLUMN_EXTENTS`.
@@ -201,8 +201,8 @@ class Namespaces:
         else:
             self._check_can_open(geometry)
             try:
-                ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
-                namespace = self._add(ns_id, label, geometry, ledger, temporary=temporary)
+                ledger = None if temporary else self._new_ledger(ns_id, model, geometry)
+                namespace = self._add(ns_id, model, geometry, ledger, temporary=temporary)
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
@@ -211,13 +211,13 @@ class Namespaces:
             descriptions.writer = self._make_descriptions(ns_id.hex(), description_record_bytes)
         return namespace
 
-    def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
+    def _new_ledger(self, ns_id: bytes, model: str, geometry: Geometry) -> Ledger | None:
         """Create the ledger of a new namespace; None if no ledgers are written."""
         if self._ledger_setup is None:
             return None
         description = LedgerDescription(
             namespace=ns_id.hex(),
-            label=label,
+            label=model,
             pool=self._ledger_setup.pool,
             cpu_bytes=self.cpu_bytes,
             slot_bytes=geometry.slot_bytes,
@@ -270,14 +270,15 @@ class Namespaces:
     def _add(
         self,
         ns_id: bytes,
-        label: str,
+        model: str,
         geometry: Geometry,
         ledger: Ledger | None,
         *,
         temporary: bool = False,
     ) -> Namespace:
         """Create a namespace's directory and chunk table, and add it to the open ones."""
-        num_tiers = 0 if temporary else self._num_tiers  # no later engine would find its chunks
+        # A temporary namespace is closed after its last engine: no later one would find its chunks.
+        num_tiers = 0 if temporary else self._num_tiers
         tier_bytes = self._tier_bytes
         tier_chunks = None if tier_bytes is None else tier_bytes // geometry.bytes_per_chunk
         header = DirectoryHeader.plan(
@@ -292,19 +293,18 @@ class Namespaces:
         buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
         generation_base = self._ledger_setup.generation_base if self._ledger_setup else 0
         directory = DirectoryWriter(buffer, header, ledger, generation_base)
-        model = "" if temporary else label
         table = ChunkTable(
             directory,
             geometry,
             self.pool,
             self.settings.policy,
-            model,
-            elsewhere=lambda key: self._is_in_other_layout(ns_id, label, key),
+            "" if temporary else model,  # whose quota its slots count against
+            elsewhere=lambda key: self._is_in_other_namespace(ns_id, model, key),
             forecasts=not temporary,
         )
         namespace = self._open[ns_id] = Namespace(
             ns_id,
-            label,
+            model,
             table,
             temporary,
             reuse_threshold=self.settings.reuse_threshold,
@@ -312,10 +312,10 @@ class Namespaces:
         )
         return namespace
 
-    def _is_in_other_layout(self, ns_id: bytes, label: str, key: bytes) -> bool:
+    def _is_in_other_namespace(self, ns_id: bytes, model: str, key: bytes) -> bool:
         """Whether another namespace of the same model has the key."""
         return any(
-            other.label == label and other.id != ns_id and other.directory.find(key) >= 0
+            other.model == model and other.id != ns_id and other.directory.find(key) >= 0
             for other in self._open.values()
         )
 

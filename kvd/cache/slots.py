@@ -289,7 +289,7 @@ class Slots:
         if sorted(owned) != sorted(self.filling):
             raise IntegrityError(f"tiers fill the slots {self.filling}, they own {owned}")
         for _, slot, generation in self.loans.entries():
-            if self.directory.loan(slot) != loan_number(generation):
+            if self.directory.loan_of(slot) != loan_number(generation):
                 raise IntegrityError(f"slot {slot} is lent for {generation}, its record differs")
         for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
@@ -318,7 +318,7 @@ class Slots:
             if [name for name, is_listed in listed.items() if is_listed] != [state] * (state != 0):
                 raise IntegrityError(f"slot {slot} is {SlotState(state).name}, listed: {listed}")
             lent, reserved = slot in loans, self.policy.is_reserved(slot)
-            if bool(self.directory.loan(slot)) != lent:
+            if bool(self.directory.loan_of(slot)) != lent:
                 raise IntegrityError(f"slot {slot}: its record contradicts {lent=}")
             if reserved != (lent and state == SlotState.READY) or (reserved and not ordered):
                 raise IntegrityError(f"slot {slot} is on loan: {lent}, reserved: {reserved}")

@@ -126,11 +126,12 @@ _namespace_option = click.option(
 @_namespace_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
-    """Drop every chunk, of all namespaces or of one.
+    """Drop every chunk of the open namespaces, or of one, in memory and in tiers.
 
     Engines go on: their lookups miss, and they compute. Stores in flight are dropped. Chunks that a
-    load has pinned are no longer found, and dropped when the load ends. Namespaces without an
-    engine are closed.
+    load has pinned are no longer found, and dropped when their leases end. Namespaces without an
+    engine are closed, unless a slot is still in use. Namespaces that are not open (see kvd status)
+    keep their chunks in tiers.
 
     \b
     Examples:
@@ -296,7 +297,7 @@ def _fate_text(fate: ChunkFate) -> str:
 def _find_namespace(daemon: ToolConnection, pattern: str | None) -> tuple[bytes | None, str]:
     """Return id and name of the only namespace that matches; None and `all` without a pattern."""
     if pattern is None:
-        return None, "all namespaces"
+        return None, "all open namespaces"
     namespaces: list[dict[str, Any]] = daemon.status()["namespaces"]
     names = {
         namespace["id"]: f"namespace {namespace['id'][:8]} ({namespace['model']})"

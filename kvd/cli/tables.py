@@ -217,10 +217,20 @@ def _console(*, wide: bool = False) -> Console:
     return Console(width=_UNLIMITED_COLUMNS if _full_names(wide=wide) else None)
 
 
-def misses_text(counters: Mapping[str, Any]) -> str:
-    """`1,200: 60 % never seen, 30 % evicted (median 12 min before), 10 % being stored`.
+# Reasons whose names alone would mislead.
+_REASON_TEXTS = {
+    MissReason.READY: "ready too late or behind a miss",
+    MissReason.QUOTA: "refused by quota",
+    MissReason.RESET: "dropped by a reset",
+    MissReason.REMOVED: "dropped by kvd evict",
+    MissReason.OTHER_LAYOUT: "in another namespace",
+}
 
-    The most frequent reasons in the report's `counters`; empty if nothing was missed.
+
+def misses_text(counters: Mapping[str, Any]) -> str:
+    """Return how many chunks were missed, and the most frequent reasons; "" if none was missed.
+
+    For example ``1,200: 60 % never seen, 30 % evicted (median 12 min before), 10 % being stored``.
     """
     missed = counters["missed"]
     total = sum(missed.values())
@@ -233,7 +243,8 @@ def misses_text(counters: Mapping[str, Any]) -> str:
             median = (
                 f" (median {duration(median_age)} before)" if reason == MissReason.EVICTED else ""
             )
-            parts.append(f"{percent(count / total)} {reason.replace('_', ' ')}{median}")
+            text = _REASON_TEXTS.get(MissReason(reason), reason.replace("_", " "))
+            parts.append(f"{percent(count / total)} {text}{median}")
     return f"{number(total)}: {', '.join(parts)}"
 
 

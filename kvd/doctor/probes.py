@@ -189,7 +189,7 @@ def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
 
 
 def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:
-    """Run a Python process; return its output, why it failed, and whether it hung.
+    """Run a Python process; return its output, why it failed ("" if not), and whether it hung.
 
     At the timeout the process is killed and not waited for.
 
@@ -197,7 +197,8 @@ def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, 
         OSError: no process can be started.
     """
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        # -P: import nothing from the working directory.
+        [sys.executable, "-P", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -211,12 +212,11 @@ def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, 
             if pipe is not None:
                 pipe.close()
         return timeout.stdout or b"", "", True
-    last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
-    return (
-        output,
-        (last_line or f"exit status {process.returncode}") if process.returncode else "",
-        False,
-    )
+    status = process.returncode
+    failure = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    if status < 0:
+        failure = f"killed by signal {-status}"
+    return output, (failure or f"exit status {status}") if status else "", False
 
 
 # ---------------------------------------------------- in the process of its own

@@ -272,8 +272,8 @@ class LaneJob(QueuedJob):
     def check_slots(self) -> JobOutcome | None:
         """Return why the job may not move its chunks now; None if it may.
 
-        Called before the first byte and after the last one: any change of a slot in between has
-        changed its generation or state.
+        Called before the first byte, before layers are reported, and after the last byte: a slot
+        that has changed since the previous call has another generation or state.
 
         Returns:
             VOID: the worker has taken the store's blocks back.
@@ -285,6 +285,7 @@ class LaneJob(QueuedJob):
         heads = binding.directory.heads(self._own_slots)
         if heads == self._verified_heads:  # unchanged since the last check
             return None
+        num_checked = len(self.own_indices)
         if self.load:
             expected, refused = "ready", not_ready(heads, chunks)
             if not refused:
@@ -299,7 +300,7 @@ class LaneJob(QueuedJob):
         slot, generation = chunks.slots[refused[0]], chunks.generations[refused[0]]
         return JobStatus.STALE, (
             f"slot {slot} generation {generation} is not {expected}"
-            f" ({len(refused)} of {len(chunks)} chunks)"
+            f" ({len(refused)} of {num_checked} chunks)"
         )
 
     def prepare(self, device: Device) -> None:

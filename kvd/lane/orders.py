@@ -283,8 +283,9 @@ class RequestHandler:
     def _join(self, client: Client, request_id: int, message: Message) -> None:
         """Attach a connection to the worker whose token its first request names.
 
-        Jobs of the worker's previous connection are stopped, and the reply is sent once they have
-        ended. A Done sent on that connection may be lost, but nothing of these jobs moves any more.
+        The worker's unfinished jobs are stopped. Their Dones, under their old request ids, come
+        over the new connection, then Ok. A Done that the previous connection has not delivered is
+        lost; its job has ended all the same.
         """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"

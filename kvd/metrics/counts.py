@@ -145,7 +145,8 @@ class ChunkCounts(Counts):
     )
     reset: int = counter("Chunks dropped by a reset", "removed_chunks_total", by="engine")
     removed: int = counter(
-        "Chunks dropped by an operator, as `kvd evict` and `kvd clear` do",
+        "Chunks dropped by an operator, as `kvd evict` and `kvd clear` do; later misses of the"
+        " latter count as `missed.reset`",
         "removed_chunks_total",
         by="operator",
     )

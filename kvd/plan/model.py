@@ -35,10 +35,10 @@ def optional(fields: Mapping[str, Any], names: tuple[str, ...], minimum: int = 1
 
 
 def required(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these fields that is present and not null.
+    """Return the value of the first of these fields that is present and not null.
 
     Raises:
-        PlanError: none is, or its value is no whole number above 0.
+        PlanError: none is present, or the first has no whole number above 0.
     """
     value = optional(fields, names)
     if value is None:

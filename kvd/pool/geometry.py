@@ -8,7 +8,7 @@ ranks hold the same bytes). Slot i of arena r is rank r's share of chunk i::
     share of chunk i = arena_base(r) + i * slot_bytes[r], slot_bytes[r] bytes long
 
 **Extents and columns.** Grids of several namespaces overlap, so bytes are owned in extents, equal
-pieces of the pool. A namespace claims extents by the column: a run of neighbouring slots, about two
+parts of the pool. A namespace claims extents by the column: a run of neighbouring slots, about two
 extents wide in every arena. A column needs all extents that its slots touch.
 
 **Fill order.** Allocating and pinning many gigabytes takes time, and a chunk needs a share in every
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from kvd.errors import IntegrityError, PoolError
 
 # Pieces are multiples of this, or of a larger page: so they consist of whole huge pages of tmpfs,
-# which does not always report them, and of whole short pieces of a lane's copies.
+# which does not always report them, and of whole short transfers of a lane.
 UNIT_BYTES = 8 * 2**20
 # Pinning a piece blocks the whole machine's driver, about 0.04 s a GiB; and Linux 6.11 to 6.13 pins
 # no more than 2 GB at a time.
@@ -73,8 +73,9 @@ class FillOrder:
     def order(self) -> tuple[int, ...]:
         """The numbers of the pieces, in the order in which they are filled.
 
-        The pool is cut into sections that take turns, a piece each. Each section halves the largest
-        gap between those before, so that 2, 4, 8 … equal arenas fill at the same pace.
+        Up to 64 sections of about equal length take turns, a piece each. They come in bit-reversed
+        order: each begins in the middle of a largest gap between the starts of those before it, so
+        2, 4, 8 … equal arenas fill at the same pace.
         """
         count = -(-self.nbytes // self.piece_bytes)
         bits = min(count, _SECTIONS).bit_length() - 1
@@ -121,7 +122,7 @@ COLUMN_EXTENTS = 2
 
 @dataclass(frozen=True)
 class Extents:
-    """A pool of `cpu_bytes` cut into at most 1024 equal pieces of whole pages."""
+    """A pool of `cpu_bytes` cut into at most 1024 equal parts of whole pages."""
 
     cpu_bytes: int
 

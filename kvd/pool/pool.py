@@ -142,7 +142,7 @@ Columns = list[tuple[PoolSpace, int]]
 
 
 class Pool:
-    """The owners of the extents of a pool.
+    """Which space owns each extent of a pool, and how many of its columns touch the extent.
 
     Args:
         cpu_bytes: the pool's size; its file may have more, up to whole pages.
@@ -155,9 +155,9 @@ class Pool:
         self.fill = fill or FillOrder.of(cpu_bytes)
         self._spaces: list[PoolSpace] = []
         self.quotas = Quotas(self.extents, self._spaces)
-        self._owner: list[PoolSpace | None] = [None] * self.extents.count
+        self._owners: list[PoolSpace | None] = [None] * self.extents.count
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
-        # Of owners and quotas; a space that could not grow waits for the next change.
+        # Changes of owners and quotas: after a search in vain a space waits for the next one.
         self._num_changes = 0
         self._num_joined = 0
         self._last_stamp = 0
@@ -170,7 +170,7 @@ class Pool:
     def held_bytes(self, space: PoolSpace) -> int:
         """Return the bytes of the extents that a space owns."""
         nbytes = space.num_extents * self.extents.size
-        if self._owner[-1] is space:  # the last extent may be cut short
+        if self._owners[-1] is space:  # the last extent may be cut short
             nbytes -= self.extents.count * self.extents.size - self.cpu_bytes
         return nbytes
 
@@ -374,7 +374,7 @@ class Pool:
 
     def _num_new_extents(self, space: PoolSpace, column: int) -> int:
         """Return how many more extents the space would own with this column."""
-        return sum(self._owner[extent] is not space for extent in space.column_extents[column])
+        return sum(self._owners[extent] is not space for extent in space.column_extents[column])
 
     def _losses(self, columns: Iterable[tuple[PoolSpace, int]]) -> Counter[str]:
         """Return how many extents each model would lose with these columns."""
@@ -388,14 +388,14 @@ class Pool:
     def _is_free_for(self, space: PoolSpace, column: int) -> bool:
         """Whether the column is not claimed yet and no other space owns an extent of it."""
         return column not in space and all(
-            self._owner[extent] in {None, space} for extent in space.column_extents[column]
+            self._owners[extent] in {None, space} for extent in space.column_extents[column]
         )
 
     def _overlapped(self, space: PoolSpace, column: int) -> Columns:
         """Return the claimed columns of others that share an extent with this column."""
         columns: dict[tuple[PoolSpace, int], None] = {}
         for extent in space.column_extents[column]:
-            other = self._owner[extent]
+            other = self._owners[extent]
             if other is not None and other is not space:
                 for lost_column in other.columns_at[extent]:
                     if lost_column in other:
@@ -406,8 +406,8 @@ class Pool:
         """Give a space a column that is free for it."""
         self._num_changes += 1
         for extent in space.column_extents[column]:
-            if self._owner[extent] is None:
-                self._owner[extent] = space
+            if self._owners[extent] is None:
+                self._owners[extent] = space
                 space.num_extents += 1
             self._claims[extent] += 1
         space.open_column(column)
@@ -419,7 +419,7 @@ class Pool:
         for extent in space.column_extents[column]:
             self._claims[extent] -= 1
             if not self._claims[extent]:
-                self._owner[extent] = None
+                self._owners[extent] = None
                 space.num_extents -= 1
 
     def check_integrity(self) -> None:
@@ -444,7 +444,7 @@ class Pool:
                 raise IntegrityError(
                     f"space {space.number} owns {num_extents} extents, counted {space.num_extents}"
                 )
-        if owner != self._owner or claims != self._claims:
+        if owner != self._owners or claims != self._claims:
             raise IntegrityError("owners of extents contradict the claimed columns")
         end = 0
         for first, after, number, slot in sorted(shares):

@@ -51,7 +51,10 @@ class BrokerClient:
         self._report: dict[str, Any] = {}
         self._report_at = float("-inf")
         self.silent_since: float | None = None
-        """Unix time of the oldest request that is unanswered or has failed; None without any."""
+        """Unix time since which the broker does not answer; None: no request waits or has failed.
+
+        It is the time of its latest answer, or of the first request since it had none to answer.
+        """
 
     async def ping(self, seconds: float) -> float:
         """Return the seconds until the broker answered a PING, this one or one under way.
@@ -60,7 +63,7 @@ class BrokerClient:
             NotRunning: no answer within `seconds`.
         """
         started = time.monotonic()
-        await self._ask(Ping(), Pong, seconds)
+        await self._ask_shared(Ping(), Pong, seconds)
         return time.monotonic() - started
 
     async def report(self, seconds: float) -> dict[str, Any]:
@@ -70,18 +73,25 @@ class BrokerClient:
             NotRunning: no answer within `seconds`.
         """
         if time.monotonic() - self._report_at > FRESH_SECONDS:
-            reply = await self._ask(Status(), StatusReport, seconds)
+            reply = await self._ask_shared(Status(), StatusReport, seconds)
             if isinstance(reply, StatusReport) and reply.status is not self._report:
                 self._report = reply.status
                 self._report_at = time.monotonic()
         return self._report
 
-    async def _ask(self, message: Message, reply_type: type[Message], seconds: float) -> Message:
+    async def _ask_shared(
+        self, message: Message, reply_type: type[Message], seconds: float
+    ) -> Message:
+        """Return the reply to the request of this type that is under way, or to a new one.
+
+        Raises:
+            NotRunning: no reply within `seconds`.
+        """
         task = self._under_way.get(type(message))
         if task is None:
             task = asyncio.create_task(self._exchange(message, reply_type))
             self._under_way[type(message)] = task
-            # Mark its error as seen: callers that still wait get it, and others have gone.
+            # Retrieve its error: asyncio would log it if all callers had timed out.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(seconds):

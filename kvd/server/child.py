@@ -17,7 +17,7 @@ from kvd_proto.channel import Channel
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost
 
 log = logging.getLogger("kvd.daemon")
-_FIRST_DELAY_SECONDS = 0.05
+_FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
 _LONGEST_POLL_SECONDS = 1000.0
 _FOR_THE_BROKER = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
@@ -69,7 +69,7 @@ def start_process(
 class Child:
     """One supervised process at a time, and the channel to it.
 
-    Restart delay: `pause` seconds after a process that had `served`; otherwise, or if the start
+    Restart delay: `pause` seconds after a process that `became_ready`; otherwise, or if the start
     failed, exponential backoff up to 5 s.
 
     Args:
@@ -85,7 +85,8 @@ class Child:
     Attributes:
         link: the broker's end of the channel; None once closed.
         pidfd: readable when the process has exited; -1 if none runs.
-        proved_useful: the owner sets it once the running process has been useful.
+        became_ready: the owner sets it when the running process shows that it serves. It may take
+            that back: then the end of the process causes backoff.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Child:
         self._polls_for_write = False
         self.link: Channel | None = None
         self.pidfd = -1
-        self.proved_useful = False
+        self.became_ready = False
 
     @property
     def running(self) -> bool:
@@ -154,7 +155,7 @@ class Child:
         """Supervise a process that `start_process` has already started."""
         self._process, self.pidfd = started.process, started.pidfd
         self.link = Channel(started.link, b"ROUTER")
-        self.proved_useful = self._polls_for_write = False
+        self.became_ready = self._polls_for_write = False
         for fd in (self.link.fileno(), self.pidfd):
             self._poller.register(fd, select.EPOLLIN)
 
@@ -238,7 +239,7 @@ class Child:
         self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
         self.pidfd = -1
-        if self.proved_useful:
+        if self.became_ready:
             self._delay = _FIRST_DELAY_SECONDS
             self._start_at = now + self._pause
         else:
@@ -255,8 +256,8 @@ class Child:
             self._poller.modify(self.link.fileno(), select.EPOLLIN | write_event)
 
     def _back_off(self, now: float) -> None:
-        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
         self._start_at = now + self._delay
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
 
 
 def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = math.inf) -> None:

@@ -172,7 +172,7 @@ class Children:
     ) -> None:
         if isinstance(message, LaneReady) and fds:
             lane = self.lane_children[device]
-            lane.lifeline, lane.proved_useful = fds[0], True
+            lane.lifeline, lane.became_ready = fds[0], True
             fds = fds[1:]
         close_all(fds)
         self._execute(self._core.supervision.received(device, message, now))
@@ -181,7 +181,7 @@ class Children:
         self, index: int, message: Message, fds: tuple[int, ...], now: float
     ) -> None:
         close_all(fds)
-        self.tier_children[index].proved_useful |= isinstance(message, TierReady)
+        self.tier_children[index].became_ready |= isinstance(message, TierReady)
         self._execute(self._core.tiering.received(index, message, now))
 
     def _on_tier_end(self, index: int, reason: str, now: float) -> None:
@@ -201,9 +201,9 @@ class Children:
         self.tier_children[index].send(TIERING.encode(message), fds)
 
     def kill_tier(self, effect: KillTier) -> None:
-        """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
+        """Kill a tier's process; with `back_off` its restart is delayed as after a failed start."""
         tier = self.tier_children[effect.tier]
-        tier.proved_useful &= not effect.back_off
+        tier.became_ready &= not effect.back_off
         tier.kill(effect.reason)
 
     def close(self) -> None:
@@ -300,7 +300,7 @@ class HttpProcess:
 
     def _on_message(self, _message: bytes, fds: Iterable[int], now: float) -> None:
         close_all(tuple(fds))
-        self._child.proved_useful = True
+        self._child.became_ready = True
         self._state.heard(now)
         self._state.expect(now)  # the next message
 

@@ -246,7 +246,7 @@ class PersistentPool:
             log.info(
                 "namespace %s (%s): %d chunks, %s, of the previous daemon are restored (%.0f ms)",
                 file.name[:8],
-                namespace.label,
+                namespace.model,
                 ready,
                 format_size(ready * namespace.geometry.bytes_per_chunk),
                 (time.perf_counter() - began) * 1000,

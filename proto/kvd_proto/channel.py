@@ -66,7 +66,7 @@ class Channel:
         takes_descriptors: bool = True,
         scratch: memoryview | None = None,
     ) -> None:
-        sock.setblocking(False)  # the socket API's own form
+        sock.setblocking(False)
         self._sock = sock
         self._decoder = Decoder(max_bytes)
         self._scratch = memoryview(bytearray(READ_BYTES)) if scratch is None else scratch
@@ -83,8 +83,8 @@ class Channel:
         # Descriptors of messages not returned yet: the stream position where their read ended,
         # the descriptors, and whether the kernel dropped some.
         self._received_fds: deque[tuple[int, tuple[int, ...], bool]] = deque()
-        self._orphans: tuple[int, ...] = ()
-        self._deferred: Exception | None = None
+        self._orphans: tuple[int, ...] = ()  # their message's other descriptors were lost
+        self._deferred: Exception | None = None  # for the next `receive_all` to raise
         self.more = False
         with contextlib.suppress(EOFError):  # the peer's messages can still be received
             self._write(opening(socket_type), ())
@@ -105,7 +105,7 @@ class Channel:
 
     @property
     def holds_descriptors(self) -> bool:
-        """Whether descriptors of an incomplete message were received."""
+        """Whether descriptors were received of a message that is not returned yet."""
         return bool(self._received_fds)
 
     # ------------------------------------------------------------------- send
@@ -115,6 +115,7 @@ class Channel:
 
         Raises:
             ChannelFull: the queue is full; nothing of this message was sent.
+            OSError: the limit of open files leaves no room to queue the descriptors.
             EOFError: the peer is gone; its messages can still be received.
         """
         num_queued = self._unsent_descriptors + len(fds) if self._unsent and fds else 0

@@ -6,8 +6,8 @@
 **Blocks.** The j-th listed block of group g has position
 ``block_indices[g] % blocks_per_chunk + j``. It is block ``position % blocks_per_chunk`` of the
 group's chunk number ``position // blocks_per_chunk``. A chunk may be listed in part: at a sliding
-window's edge its first blocks are not listed, and a null block in `block_ids` leaves out one
-position in the middle.
+window's edge its first blocks are not listed. A null block in `block_ids` leaves out a position
+before the chunk's first block or behind its last one.
 
 **Control page.** Memory that a worker shares with its lane: u64 words, little-endian and aligned,
 so that reads and writes are whole.
@@ -159,8 +159,8 @@ class Chunks:
 class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Blocks of one rank, and the chunks that they lie in.
 
-    block_ids: u4, flat, group by group; the layout's null block leaves out a position of a chunk.
-    The other blocks of a chunk are consecutive, and there is at least one.
+    block_ids: u4, flat, group by group; the layout's null block leaves out a position at either end
+    of a chunk. The other blocks of a chunk are consecutive, and there is at least one.
     group_sizes: u4, the number of listed blocks of each group, 0 for none.
     block_indices: u4, logical index of each group's first listed block.
     slots: u4, of the chunks of the listed blocks, group by group.
@@ -291,8 +291,11 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         cache: dict[str, int | None] = self.__dict__
         return cache.get("null_block")
 
-    def _sparse_positions(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield for each group its number, and the non-null blocks' chunks and positions there."""
+    def _non_null_blocks(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield every group's number and, of each non-null block, its chunk and its index there.
+
+        Chunks are numbered within the group.
+        """
         ids, begin = self.block_ids.numpy(), 0
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             skip = index % factor
@@ -304,7 +307,7 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         """`chunks` for a job with null blocks; a chunk of null blocks only has count 0."""
         first, count, group = array("H"), array("H"), array("H")
         num_chunks = chunks_per_group(self.sizes, self.indices, factor)
-        for number, chunk, position in self._sparse_positions(factor):
+        for number, chunk, position in self._non_null_blocks(factor):
             lowest = np.full(num_chunks[number], factor)
             np.minimum.at(lowest, chunk, position)
             first.extend(lowest.tolist())
@@ -320,21 +323,21 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         """
         begin = 0
         num_chunks = chunks_per_group(self.sizes, self.indices, factor)
-        for group, chunk, position in self._sparse_positions(factor):
+        for group, chunk, position in self._non_null_blocks(factor):
             highest = np.full(int(chunk.max(initial=-1)) + 1, -1)
             np.maximum.at(highest, chunk, position)
             for number, last in enumerate(highest.tolist(), begin):
                 first, count = chunks.first[number], chunks.count[number]
                 if count and last - first + 1 != count:
                     raise JobShapeError(
-                        f"block_ids: chunk {number} of the job lists {count} blocks between its"
-                        f" places {first} and {last}; those that are moved must follow each other"
+                        f"block_ids: chunk {number} of the job has {count} blocks other than the"
+                        f" null block at positions {first} to {last}; they must be consecutive"
                     )
             begin += num_chunks[group]
         if 0 in chunks.count:
             raise JobShapeError(
-                f"block_ids: all places of chunk {chunks.count.index(0)} of the job are left out;"
-                " leave the chunk out"
+                f"block_ids: chunk {chunks.count.index(0)} of the job has only null blocks; leave"
+                " the chunk out"
             )
 
 

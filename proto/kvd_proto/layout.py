@@ -109,7 +109,7 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
     stored once and ranks take turns to write.
     null_block: the block that never holds KV, below num_blocks; in a job it leaves out a position
-    of a chunk. nil: there is none, all blocks hold KV.
+    at either end of a chunk. nil: there is none, all blocks hold KV.
     """
 
     num_blocks: Annotated[int, COUNT]

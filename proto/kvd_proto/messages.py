@@ -73,7 +73,7 @@ class JobStatus(StrEnum):
     """How a job ended. Everything but OK is a miss for the engine."""
 
     OK = "ok"  # every byte was copied, and the slots held the job's chunks until the end
-    CANCELLED = "cancelled"  # stopped by Cancel
+    CANCELLED = "cancelled"  # stopped by Cancel or Join, or the worker or its engine has left
     STALE = "stale"  # a slot does not hold, or no longer holds, the job's chunk with its blocks
     VOID = "void"  # the worker voided the store by its epoch word
     TIMEOUT = "timeout"  # not completed within its deadline_ms

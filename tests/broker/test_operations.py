@@ -190,7 +190,7 @@ def test_clear_drops_everything(operator: Operator) -> None:
     assert [space.id for space in operator.namespaces] == [one.id]  # the other one is not in use
     assert one.table.counts.removed == 3
     assert operator.events[-1] == (
-        "all namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
+        "all open namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
         " 2 more go when their leases end"
     )
 

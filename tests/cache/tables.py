@@ -54,8 +54,8 @@ def add(
     replicated: bool = False,
     **options: Any,
 ) -> Namespace:
-    """Open a namespace of "model <number>", or another label, with one engine."""
-    options.setdefault("label", f"model {number}")
+    """Open a namespace of "model <number>", or another model, with one engine."""
+    options.setdefault("model", f"model {number}")
     namespace = namespaces.open(
         bytes([number]) * 16,
         slot_bytes,

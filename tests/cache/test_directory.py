@@ -108,7 +108,7 @@ def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
         generations = writer.lend(range(count))
         for slot, generation in enumerate(generations):
             assert generation > last
-            assert writer.loan(slot) == generation & 0xFFFF_FFFF != 0
+            assert writer.loan_of(slot) == generation & 0xFFFF_FFFF != 0
             last = generation
         assert writer.is_lent(0, generations[0])
         writer.end_loans(range(count))

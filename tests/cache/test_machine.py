@@ -234,7 +234,7 @@ class Model:
             return slot // space.geometry.column_slots not in space
 
         gone = [key for key, chunk in self.chunks.items() if directory.find(key) != chunk.slot]
-        ended = [slot for slot in self.loans if directory.loan(slot) == 0]
+        ended = [slot for slot in self.loans if directory.loan_of(slot) == 0]
         assert all(is_gone(self.chunks[key].slot) for key in gone)
         assert all(map(is_gone, ended))
         self.end_loans(ended)

@@ -265,7 +265,7 @@ class FakeDaemon:
         """Slots that are on loan."""
         directory = self.directory
         assert directory is not None
-        return [slot for slot in range(NUM_SLOTS) if directory.loan(slot)]
+        return [slot for slot in range(NUM_SLOTS) if directory.loan_of(slot)]
 
     def take_back(self, besides: int = -1) -> None:
         """Take all loans back, without a word, but for one slot."""
@@ -276,7 +276,7 @@ class FakeDaemon:
         """Slots that hold nothing and are not on loan."""
         directory = self.directory
         assert directory is not None
-        return [slot for slot in directory.slots_in(SlotState.FREE) if not directory.loan(slot)]
+        return [slot for slot in directory.slots_in(SlotState.FREE) if not directory.loan_of(slot)]
 
     def make_ready(self, key: bytes, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> None:
         """A chunk, of these blocks, that others have stored, or this engine, if it has begun."""
@@ -323,7 +323,7 @@ class FakeDaemon:
                 directory.place(key, slot, OWNER, generation)
         short = message.wanted - len(self.lent())
         lendable = self.free() if self.lendable is None else self.lendable
-        slots = [slot for slot in lendable if not directory.loan(slot)][:short]
+        slots = [slot for slot in lendable if not directory.loan_of(slot)][:short]
         if 2 * short <= message.wanted:
             slots = []
         return stepped(slots, directory.lend(slots))

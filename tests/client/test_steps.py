@@ -332,7 +332,7 @@ def test_a_reset_brings_new_loans(daemon: FakeDaemon, stepping: Scheduler) -> No
     """Who stores right after it is served; tickets of before it drop nothing."""
     daemon.attach(stepping)
     assert daemon.directory is not None
-    before = {daemon.directory.loan(slot) for slot in daemon.lent()}
+    before = {daemon.directory.loan_of(slot) for slot in daemon.lent()}
     old = stepping.prepare_store([b"k"])
     assert stepping.reset()
     new = stepping.prepare_store([b"k"])

@@ -301,7 +301,7 @@ def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
         assert refused.returncode == 1
         assert "--yes" in refused.stderr
         done = kvd(daemon, "evict", "--older-than", "1h")
-        assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
+        assert done.stdout == "all open namespaces: 0 chunks evicted, 0 B\n"
         done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "other")
         assert done.stdout.endswith("(other): 4 chunks evicted, 64 KiB\n"), done
         eventually(lambda: set(two.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
@@ -310,12 +310,12 @@ def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
         eventually(lambda: daemon.status()["leases"])
         done = kvd(daemon, "clear", "--yes")
         assert done.stdout == (
-            "all namespaces: 3 chunks dropped, 48 KiB; 1 more go when their leases end\n"
+            "all open namespaces: 3 chunks dropped, 48 KiB; 1 more go when their leases end\n"
         )
         one.scheduler.complete_load(lease)
         eventually(lambda: set(one.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
         assert one.store(keys) == keys
-    daemon.wait_log("all namespaces cleared by uid ")
+    daemon.wait_log("all open namespaces cleared by uid ")
 
 
 def test_explain_says_what_became_of_a_chunk(daemon: Daemon) -> None:

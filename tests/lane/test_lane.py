@@ -112,7 +112,7 @@ def test_a_store_leaves_out_the_chunks_whose_loans_ended(lane: Lane, directory: 
 @pytest.mark.parametrize(
     ("blocks", "slots", "words"),
     [
-        ([NULL_BLOCK, NULL_BLOCK], [3], "left out"),
+        ([NULL_BLOCK, NULL_BLOCK], [3], "only null blocks"),
         ([1, 32], [3], "block_ids"),
         ([1, 2], [SLOTS], "slots"),
         ([1, 2, 3], [3, 3], "twice"),

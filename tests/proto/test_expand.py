@@ -254,7 +254,7 @@ def test_a_chunk_with_a_hole_is_refused() -> None:
     """Places are left out at either end of a chunk alone; the error has the figures."""
     job = Job(ONE_GROUP, [1, 2, 3, 4], [4], [0], [1])
     job.blocks.check(job.layout, 9)
-    figures = "chunk 0 of the job lists 3 blocks between its places 0 and 3"
+    figures = "chunk 0 of the job has 3 blocks other than the null block at positions 0 to 3"
     with pytest.raises(JobShapeError, match=figures):
         replace(job, block_ids=[1, 0, 3, 4]).blocks.check(job.layout, 9)
 

@@ -316,7 +316,8 @@ class KvdOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Drop every chunk of the namespace, for all engines that share it.
 
-        Does not wait for the daemon. Until it has done so, lookups miss and nothing is stored.
+        Returns at once. Until the daemon has answered, this engine's lookups miss and it stores
+        nothing. The leases of loads under way end.
         """
         self.scheduler.reset(0)
         for ticket in self._tickets.values():

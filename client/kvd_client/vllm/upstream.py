@@ -129,7 +129,7 @@ ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", ""
 
 
 def check(*implementations: type) -> None:
-    """Compare the installed vLLM with the tables above.
+    """Compare the installed vLLM with METHODS and FIELDS, and with three single names.
 
     Args:
         implementations: classes that must implement vLLM's interfaces completely.
@@ -149,7 +149,7 @@ def check(*implementations: type) -> None:
             )
     for record, fields in FIELDS:
         missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
-        require(record, *sorted(missing))
+        require(record, *sorted(missing))  # what is no dataclass field may be an attribute
     require(_ConnectorMetricName, "ALLOCATION_FAILURE")
     require(SleepModeBackendFactory, "_registry")
     require(EngineCoreRequestType, "WAKEUP")

@@ -26,6 +26,8 @@ from kvd_client.vllm.options import VllmOptions
 
 RELEASE_SECONDS = 10.0  # that going to sleep waits for running copies
 
+NOT_REGISTERED = "this rank's KV cache is not registered with kvd; an earlier log line says why"
+
 log = get_logger("kvd_client.vllm")
 
 
@@ -62,11 +64,14 @@ class KvdOffloadingWorker(OffloadingWorker):
     ) -> bool:
         """Submit a store. Always True: `get_finished` reports failures."""
         assert isinstance(dst_spec, ChunkLoadStoreSpec)  # noqa: S101  # this spec's manager made it
-        problem = self._missing_blocks(src_spec, dst_spec)
+        problem = self._why_incomplete(src_spec, dst_spec)
         if problem:
             self._fail(job_id, problem)
         elif self.worker is None:
-            self._fail(job_id, "this rank's memory is not served")
+            self._fail(
+                job_id,
+                "this rank's KV cache is not registered with kvd; an earlier log line says why",
+            )
         else:
             self._submit(self.worker, Store, job_id, src_spec, dst_spec)
         return True
@@ -77,7 +82,10 @@ class KvdOffloadingWorker(OffloadingWorker):
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
         elif self.worker is None:
-            self._fail(job_id, "this rank's memory is not served")
+            self._fail(
+                job_id,
+                "this rank's KV cache is not registered with kvd; an earlier log line says why",
+            )
         else:
             self._load_deadlines[job_id] = time.monotonic() + self._options.load_timeout
             self._submit(self.worker, Load, job_id, dst_spec, src_spec)
@@ -166,7 +174,7 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._log_once(f"a {kind.__name__.lower()} failed and is a cache miss: {cause(error)}")
             self._fail(job_id, str(error))
 
-    def _missing_blocks(self, blocks: GPULoadStoreSpec, chunks: ChunkLoadStoreSpec) -> str:
+    def _why_incomplete(self, blocks: GPULoadStoreSpec, chunks: ChunkLoadStoreSpec) -> str:
         """Return an error text if a store does not list its chunks' blocks up to their ends.
 
         vLLM leaves out blocks that a sliding window has passed. That is valid at the front of the

@@ -67,6 +67,7 @@ def write_model(
     if config_file.exists() and json.loads(config_file.read_text()) == config:
         return path
     path.mkdir(parents=True, exist_ok=True)
+    config_file.unlink(missing_ok=True)
     _write_weights(path / "model.safetensors", config, norm, vectors or {})
     # Written last: a folder with this file is complete.
     config_file.write_text(json.dumps(config, indent=2) + "\n")

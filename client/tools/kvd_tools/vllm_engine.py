@@ -123,10 +123,10 @@ class VllmServer(EngineServer):
         self._folder.cleanup()
 
     def reset(self, *, external: bool = False) -> None:
-        """Drop the GPU's prefix cache, with `external` also the connector's chunks.
+        """Drop the engine's own prefix cache, with `external` also all chunks of its namespace.
 
         Raises:
-            DemoError: a running request or its stores still use blocks.
+            DemoError: a running request or its stores still use blocks after RESET_SECONDS.
         """
         end = time.monotonic() + RESET_SECONDS
         path = f"/reset_prefix_cache?reset_external={external}"
