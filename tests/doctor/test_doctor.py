@@ -188,3 +188,16 @@ def test_what_is_written_wrongly_is_a_finding() -> None:
     facts = probe_tier("disk:relative,size=1GiB")
     assert "absolute" in facts.problem
     assert facts.disk is None
+
+
+def test_probes_import_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may call the doctor anywhere; and a probe that a signal ends is reported as that."""
+    (tmp_path / "socket.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    assert probes.run_python("-c", "import socket; print(1)", seconds=PATIENCE)[:2] == (b"1\n", "")
+    crash = (
+        "import os, sys; print('a warning', file=sys.stderr, flush=True); os.kill(os.getpid(), 6)"
+    )
+    assert probes.run_python("-c", crash, seconds=PATIENCE)[1] == "killed by signal 6"
