@@ -198,7 +198,8 @@ class Announcer:
     ) -> bool:
         """Announce again a chunk's blocks that this round has not; return whether there are any.
 
-        A chunk that cannot be read stays with the round as unreadable.
+        A chunk that cannot be read stays with the round as unreadable. Routers that start with this
+        round do not know its blocks, so these become unchained, with the blocks after them.
         """
         unrepeated = [block.repeat_round != repeat_round.number for block in chunk.blocks]
         if not any(unrepeated):
@@ -206,6 +207,8 @@ class Announcer:
         contents = self._read_chunk(chunk)
         if contents is None:
             repeat_round.unreadable.add(chunk)
+            for block in compress(chunk.blocks, unrepeated):
+                self._chains.unchain(block)
             return True
         if chunk.description == b"":  # not remembered: it was read at its location
             chunk.description = self._description_to_remember(contents)
@@ -409,13 +412,15 @@ class Announcer:
     ) -> None:
         """Repeat a block in the other medium before this medium loses the block or its tokens.
 
-        A router that knows only what this round has repeated would drop the block's children.
+        A router that knows only what this round has repeated would drop the block's children. If
+        the round has not repeated the chain yet, the block keeps its turn: nothing follows it yet.
         """
         block = removed.group.media[not removed.in_tiers].get(removed.hash)
         if block is None or removed.repeat_round != repeat_round.number:
             return
         for chunk in islice(members(block.holders), MAX_HOLDERS_READ):
-            if block.repeat_round != repeat_round.number and chunk.description is not None:
+            is_due = block.repeat_round != repeat_round.number and repeat_round.follows(chunk)
+            if is_due and chunk.description is not None:
                 self._repeat_chunk(chunk, repeat_round, announcements)
 
     # ----------------------------------------------------------- chained later

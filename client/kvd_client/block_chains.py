@@ -195,14 +195,19 @@ class BlockChains:
         self.update_chained(block)
 
     def _unlink(self, block: AnnouncedBlock) -> None:
-        """Unlink the block from its parent; blocks whose chain breaks become unchained."""
+        """Unlink the block from its parent, and unchain it."""
         children = block.group.children
         if block.parent:
             siblings = _removing(children.pop(block.parent), block)
             if siblings is not None:
                 children[block.parent] = siblings
+        self.unchain(block)
+
+    def unchain(self, block: AnnouncedBlock) -> None:
+        """Mark a block as unchained, and the blocks whose chain breaks with it."""
         if not block.chained:
             return
+        children = block.group.children
         block.chained = False
         unchained = [block]
         while unchained:
@@ -283,6 +288,11 @@ class RepeatRound:
         return block.parent == b"" or any(
             parent.chained and parent.repeat_round == self.number for parent in block.parents
         )
+
+    def follows(self, chunk: AnnouncedChunk) -> bool:
+        """Return whether this round has repeated the chain before its blocks that are left."""
+        first = next((block for block in chunk.blocks if block.repeat_round != self.number), None)
+        return first is None or self._follows_repeated(first)
 
     def _parent_holder(self, chunk: AnnouncedChunk) -> AnnouncedChunk | None:
         """Return a chunk that must be repeated before this one, because it has the parent block."""

@@ -506,6 +506,44 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     run_state_machine_as_test(RoutersMachine, settings=explored(300, 40))
 
 
+def test_a_chain_that_a_round_could_not_read_comes_back_in_tiers() -> None:
+    """A router that started with that round gets the block after it once tiers have the chain."""
+    machine = planted({5: 3, 8: 5}, {8: 3})
+    for node in (5, 3):
+        machine.announce(stored=[(node, 0, 0)], removed=[], moved=[], released=[])
+    machine.begin_repeat()
+    machine.doom(choice=1)
+    machine.finish_round()
+    machine.pass_through(chunk=(8, 0, 0), is_reused=False)
+    machine.bury()
+    machine.is_exact()
+
+
+def test_a_block_that_tiers_lose_in_a_round_does_not_overtake_its_chain() -> None:
+    """A router that started with that round gets its block in memory after the parent."""
+    machine = planted({2: 1, 4: 2, 6: 4}, {6: 3})
+    for node in (6, 1):
+        machine.announce(stored=[(node, 0, 0)], removed=[], moved=[], released=[])
+    machine.begin_repeat()
+    machine.pass_through(chunk=(2, 0, 0), is_reused=True)
+    machine.announce(stored=[], removed=[], moved=[], released=[0])
+    machine.finish_round()
+    machine.is_exact()
+
+
+def planted(parents: dict[int, int], lengths: dict[int, int]) -> RoutersMachine:
+    """A machine without tiers; other nodes begin a prompt, and other chunks have one block."""
+    machine = RoutersMachine()
+    machine.plant(
+        [node - parents.get(node, node) for node in range(NODES)],
+        [lengths.get(node, 1) for node in range(NODES)],
+        undescribed=set(),
+        has_tiers=False,
+        tier_groups=None,
+    )
+    return machine
+
+
 def test_chunks_on_their_way_to_tiers_keep_descriptions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
