@@ -65,7 +65,8 @@ class AnnouncedBlock:
     parent: hash of the block before it; empty: it is a prompt's first; None: all its holders are
         known by their keys alone.
     holders: the chunks that have it.
-    chained: all blocks before it were announced when it was last announced.
+    chained: all blocks before it were announced when it was last announced, and no repeat round has
+        left it or one of them out since then.
     repeat_round: number of the last repeat round that announced it, or does not need to.
     """
 
