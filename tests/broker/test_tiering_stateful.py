@@ -233,3 +233,18 @@ def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch)
     for owner, name in PLACES:
         monkeypatch.setattr(owner, name, raising((owner, name)))
     run_state_machine_as_test(machine, settings=explored(40, 30))
+
+
+def test_a_probe_does_not_seek_what_a_reset_dropped() -> None:
+    """A tier hangs in a get, and its breaker probes after the reset: no lookup is pending."""
+    machine = TieringMachine()
+    machine.store([KEYS[0]], load=False)
+    machine.work(1)
+    machine.hang(1, hangs=True)
+    machine.seek([KEYS[0]], evict=True)
+    while machine.bench.fakes[1].tier.breaker.state is BreakerState.CLOSED:
+        machine.no_tier_answers(1)
+    machine.reset(late=True)
+    for _ in range(10):
+        machine.no_tier_answers(1)
+        machine.agrees()

@@ -281,6 +281,8 @@ class Tiering:
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
+            if tier.probe_chunk is not None and tier.probe_chunk[0] is namespace:
+                tier.probe_chunk = None  # dropped: while it is sought, lookups would wait for it
             tier_namespace = tier.namespaces.get(namespace)
             if tier_namespace is not None:
                 if tier_namespace.salt is not None:
