@@ -25,7 +25,6 @@ from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.options import VllmOptions
 
 RELEASE_SECONDS = 10.0  # that going to sleep waits for running copies
-
 NOT_REGISTERED = "this rank's KV cache is not registered with kvd; an earlier log line says why"
 
 log = get_logger("kvd_client.vllm")
@@ -68,10 +67,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         if problem:
             self._fail(job_id, problem)
         elif self.worker is None:
-            self._fail(
-                job_id,
-                "this rank's KV cache is not registered with kvd; an earlier log line says why",
-            )
+            self._fail(job_id, NOT_REGISTERED)
         else:
             self._submit(self.worker, Store, job_id, src_spec, dst_spec)
         return True
@@ -82,10 +78,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
         elif self.worker is None:
-            self._fail(
-                job_id,
-                "this rank's KV cache is not registered with kvd; an earlier log line says why",
-            )
+            self._fail(job_id, NOT_REGISTERED)
         else:
             self._load_deadlines[job_id] = time.monotonic() + self._options.load_timeout
             self._submit(self.worker, Load, job_id, dst_spec, src_spec)
