@@ -112,6 +112,7 @@ class JobTable:
         *,
         is_registered: bool,
         layerwise: bool = False,
+        expedited: bool = False,
         **fields: Any,
     ) -> bool:
         """Send a job to the lane, or record its failure; return whether the lane has it.
@@ -120,6 +121,7 @@ class JobTable:
             kind: of the message.
             is_registered: whether the worker is; if not, the job fails.
             layerwise: for a load: count its layers, if a progress word is free.
+            expedited: the lane does the job first.
             fields: of the message, except for a store's word and epoch.
 
         Raises:
@@ -160,6 +162,8 @@ class JobTable:
             if progress:
                 self._free_progress.pop()
             self._running[job_id] = _RunningJob(lane, request_id, word, progress, time.monotonic())
+            if expedited:
+                lane.send(Wait(jobs=(job_id,)))
             self.readiness.remind()
             return True
 

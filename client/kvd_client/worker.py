@@ -271,12 +271,15 @@ class Worker(ClientSession):
         after: int | None = None,
         *,
         layerwise: bool = False,
+        expedited: bool = False,
     ) -> bool:
         """Submit a copy of the ticket's chunks into their blocks; all else as `store`.
 
         With `layerwise` the layers are copied one after another, and `layers_loaded` counts them.
+        With `expedited` the lane does the load before all others: `wait` for it.
         """
-        return self.submit(Load, job_id, self._pack(ticket, groups), after, layerwise=layerwise)
+        blocks = self._pack(ticket, groups)
+        return self.submit(Load, job_id, blocks, after, layerwise=layerwise, expedited=expedited)
 
     def submit(
         self,
@@ -286,6 +289,7 @@ class Worker(ClientSession):
         after: int | None = None,
         *,
         layerwise: bool = False,
+        expedited: bool = False,
     ) -> bool:
         """Submit a job: copy blocks into the pool, or chunks into blocks.
 
@@ -298,6 +302,8 @@ class Worker(ClientSession):
                 from `timeline.signal_on`. None: the work on these blocks has finished, as is the
                 case for CPU tensors.
             layerwise: for a load: copy layer by layer; `layers_loaded` counts the layers.
+            expedited: the lane does this job first, a load before all other jobs. For what the
+                engine stands still for.
 
         Returns:
             Whether a lane has the job. If not, `get_finished` reports it as failed: every
@@ -333,6 +339,7 @@ class Worker(ClientSession):
             kind,
             is_registered=self._registration.is_registered,
             layerwise=check_flag("layerwise", layerwise) and kind is Load,
+            expedited=check_flag("expedited", expedited),
             job=job_id,
             blocks=blocks,
             after=after,

@@ -1,9 +1,10 @@
 """The order of jobs: a pure data structure, without clocks, sockets or memory.
 
-In a lane, jobs that a worker waits for, and loads, come before stores. Engines take turns, piece by
-piece: after a piece of one engine's job come the other engines, so an engine that waits for all its
-stores delays only its own loads. Within an engine, jobs that are waited for come before loads;
-otherwise the queue is first in, first out, with two exceptions:
+In a lane, loads that a worker waits for come first: its engine stands still. Then come stores that
+a worker waits for, and other loads; then the other stores. Engines take turns, piece by piece:
+after a piece of one engine's job come the other engines, so an engine that waits for all its stores
+delays only its own loads. Within an engine, stores that are waited for come before loads; otherwise
+the queue is first in, first out, with two exceptions:
 
 - A worker whose timeline is behind does not delay the engine's other workers. Its own jobs of one
   urgency and direction do wait for each other, since a timeline only grows.
@@ -28,9 +29,10 @@ from kvd.errors import IntegrityError
 class Urgency(IntEnum):
     """Urgency of jobs, the most urgent first."""
 
-    WAITED_FOR = 0
-    LOAD = 1
-    STORE = 2
+    AWAITED_LOAD = 0
+    AWAITED_STORE = 1
+    LOAD = 2
+    STORE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ J = TypeVar("J", bound=QueuedJob)
 _Line = OrderedDict[J, None]
 _LineKey: TypeAlias = tuple[Hashable, bool]
 """A worker, and whether the line is of its loads or of its stores."""
-_CLASSES = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
+_CLASSES = ((Urgency.AWAITED_LOAD,), (Urgency.AWAITED_STORE, Urgency.LOAD), (Urgency.STORE,))
 """Priority classes; within one, engines take turns."""
 _CLASS_OF = {urgency: number for number, members in enumerate(_CLASSES) for urgency in members}
 
@@ -73,7 +75,7 @@ class _EngineQueue(Generic[J]):
     The counts are of jobs that have not started.
     """
 
-    lines: tuple[dict[_LineKey, _Line[J]], ...] = field(default_factory=lambda: ({}, {}, {}))
+    lines: tuple[dict[_LineKey, _Line[J]], ...] = field(default_factory=lambda: ({}, {}, {}, {}))
     num_jobs: int = 0
     nbytes: int = 0
     num_loads: int = 0
@@ -194,10 +196,14 @@ class JobQueue(Generic[J]):
             self._engines[job.engine].count(job, -1)
 
     def prioritize(self, job: J) -> None:
-        """Put a job that a worker waits for before all others of its engine."""
-        if job in self._jobs and job.urgency is not Urgency.WAITED_FOR:
+        """Put a load that a worker waits for before all jobs but such loads.
+
+        A store that is waited for comes before its engine's other jobs, except such loads.
+        """
+        urgency = Urgency.AWAITED_LOAD if job.load else Urgency.AWAITED_STORE
+        if job in self._jobs and job.urgency is not urgency:
             self._unlink(job)
-            job.urgency = Urgency.WAITED_FOR
+            job.urgency = urgency
             self._insert(job)
 
     def remove(self, job: J) -> None:

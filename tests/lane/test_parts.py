@@ -80,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(list(self.model)))
         if action == "prioritize":
             self.queue.prioritize(job)
-            self.model[job].urgency = Urgency.WAITED_FOR
+            self.model[job].urgency = Urgency.AWAITED_LOAD if job.load else Urgency.AWAITED_STORE
         elif action == "remove":
             self.queue.remove(job)
             del self.model[job]
@@ -93,7 +93,8 @@ class QueueMachine(RuleBasedStateMachine):
     def take(self, room: str) -> None:
         """The next job is its engine's most urgent and oldest for which there is room.
 
-        A store that nobody waits for comes only where nothing else can move.
+        A load that is waited for comes before every other job. A store that nobody waits for comes
+        only where nothing else can move.
         """
         loads, stores = "loads" in room, "stores" in room
         heads: dict[tuple[object, ...], QueuedJob] = {}
@@ -113,6 +114,8 @@ class QueueMachine(RuleBasedStateMachine):
         urgency = self.model[taken].urgency
         stores_only = all(self.model[other].urgency is Urgency.STORE for other in able)
         assert (urgency is Urgency.STORE) == stores_only
+        awaited = any(self.model[other].urgency is Urgency.AWAITED_LOAD for other in able)
+        assert (urgency is Urgency.AWAITED_LOAD) == awaited
         age = list(self.model).index
         rivals = [other for other in able if other.engine == taken.engine]
         assert taken is min(rivals, key=lambda other: (self.model[other].urgency, age(other)))

@@ -208,6 +208,7 @@ class Stepping:
         lender: the session with the daemon.
         now: what time.monotonic says.
         jobs: stores and loads that were begun.
+        vllm_scheduler: what the half knows of vLLM's own scheduler.
     """
 
     def __init__(
@@ -222,18 +223,28 @@ class Stepping:
         vllm_config, kv_cache_config, config = configured(
             folder, full(["a", "b"]), *windows, extra=extra, events=events
         )
+        vllm_config.scheduler_config.async_scheduling = False
+        self.vllm_scheduler: Any = SimpleNamespace(
+            requests={},
+            running=[],
+            prev_step_scheduled_req_ids=set(),
+            _preempt_request=self.preempt,
+        )
         monkeypatch.setattr("kvd_client.vllm.spec.Scheduler", lambda *_, **__: lender)
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in ("manager", "promotions"):
             monkeypatch.setattr(f"kvd_client.vllm.{module}.time", clock)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
+        monkeypatch.setattr(
+            "kvd_client.vllm.scheduler.calling_scheduler", lambda: self.vllm_scheduler
+        )
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
         self.manager: KvdOffloadingManager = self.half.manager
         self.lender = lender
         self._groups = 1 + len(windows)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.new: list[NewRequestData] = []
         self.next_block = 1
         self.requests: dict[str, Request] = {}
@@ -254,7 +265,7 @@ class Stepping:
             list(range(start, start + blocks * BLOCK)),
             SamplingParams(max_tokens=100, extra_args={"kv_transfer_params": params}),
             None,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
             kv_hints=hints,
         )
         self.half.on_new_request(request)
@@ -307,6 +318,11 @@ class Stepping:
         allocated: Any = SimpleNamespace(blocks=(cached,))
         self.half.update_state_after_alloc(self.requests[name], allocated, matched)
         return matched
+
+    def preempt(self, request: Request, timestamp: float) -> None:
+        """The half lets the request start over."""
+        del timestamp
+        request.status = RequestStatus.PREEMPTED
 
     def step(self, **tokens: int) -> dict[int, TransferJob]:
         """Schedule so many tokens of these requests; the stores that begin with it."""

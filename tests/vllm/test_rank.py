@@ -35,6 +35,7 @@ class FakeWorker:
     Attributes:
         submitted: numbers of jobs.
         afters: what each job is to wait for.
+        expedited: jobs that go first.
         ended: results that the next `get_finished` returns.
         refusal: why jobs are refused; "cuda": the device is lost.
     """
@@ -43,6 +44,8 @@ class FakeWorker:
     afters: list[int | None] = field(default_factory=list)
     ended: list[JobResult] = field(default_factory=list)
     waits: list[tuple[set[int], float]] = field(default_factory=list)
+    expedited: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
     refusal: str = ""
     device: str = "host"
 
@@ -57,7 +60,15 @@ class FakeWorker:
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
         return 1000 + stream
 
-    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> None:
+    def submit(
+        self,
+        kind: type,
+        job_id: int,
+        blocks: JobBlocks,
+        after: int | None,
+        *,
+        expedited: bool,
+    ) -> None:
         """See Worker."""
         del kind
         self.afters.append(after)
@@ -66,6 +77,8 @@ class FakeWorker:
         assert len(blocks.slots) == len(blocks.generations)
         assert sum(blocks.sizes) == len(blocks.block_ids)
         self.submitted.append(job_id)
+        if expedited:
+            self.expedited.append(job_id)
 
     def end(self, *job_ids: int, success: bool = True) -> None:
         """The lane has ended these jobs."""
@@ -77,9 +90,14 @@ class FakeWorker:
         ended, self.ended = self.ended, []
         return ended
 
-    def wait(self, job_ids: Collection[int], timeout: float) -> None:
-        """See Worker."""
+    def wait(self, job_ids: Collection[int], timeout: float) -> frozenset[int]:
+        """See Worker: what the test has not ended takes too long."""
         self.waits.append((set(job_ids), timeout))
+        return frozenset(job_ids) - {result.job_id for result in self.ended}
+
+    def cancel(self, job_ids: Collection[int]) -> None:
+        """See Worker."""
+        self.cancelled.extend(job_ids)
 
 
 @pytest.fixture
@@ -191,6 +209,27 @@ def test_waiting_never_waits_for_loads(rank: KvdOffloadingWorker, lane: FakeWork
     rank.submit_store(2, blocks(), chunks(2))
     rank.wait({1, 2, 3})
     assert lane.waits == [({2, 3}, OPTIONS.preemption_timeout)]
+
+
+def test_a_step_waits_for_expedited_loads(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """Up to sync_load_timeout; what is late, has failed or was refused is told, and stopped."""
+    rank.submit_load(1, chunks(2), blocks())
+    for number in (2, 3, 4):
+        rank.submit_load(number, chunks(2), blocks(), expedited=True)
+    rank.submit_load(5, ChunkLoadStoreSpec(missing=3), blocks(), expedited=True)
+    assert lane.expedited == [2, 3, 4]
+    lane.end(2)
+    lane.end(3, success=False)
+    rank.wait({2, 3, 4, 5})
+    assert lane.waits == [({2, 3, 4}, OPTIONS.sync_load_timeout)]
+    assert (rank.take_late_loads(), rank.take_late_loads()) == ({3, 4, 5}, set())
+    assert lane.cancelled == [4]
+    assert outcomes(rank) == {2: True, 3: False, 5: False}
+    rank.wait({4})  # its blocks are kept
+    assert len(lane.waits) == 1
+    lane.end(1)
+    lane.end(4, success=False)
+    assert outcomes(rank) == {1: True, 4: False}
 
 
 # ------------------------------------------------------------------ torn stores

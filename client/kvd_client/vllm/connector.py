@@ -16,6 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -46,6 +49,35 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec, vllm_config, kv_cache_config)
         require(self, "worker", "_load_jobs", "_connector_worker_meta")
         self._connector_worker_meta = KvdWorkerMetadata()
+        self._lost_blocks: set[int] = set()  # of loads that are late in this step
+        self._late_requests: set[str] = set()  # whose loads they are
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Submit stores and loads, and wait for the loads of this step."""
+        super().start_kv_transfers(metadata)
+        assert self.worker is not None  # noqa: S101  # made by register_kv_caches
+        late_loads = self.worker.take_late_loads()
+        self._connector_worker_meta.late_loads |= late_loads
+        late_jobs = [metadata.load_jobs[job_id] for job_id in late_loads]
+        self._late_requests = {job.req_id for job in late_jobs}
+        # 0 is the null block, which other requests have too.
+        self._lost_blocks = {int(block) for job in late_jobs for block in job.dst_spec.block_ids}
+        self._lost_blocks.discard(0)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Submit this step's stores with the next step, except what was computed without a load."""
+        meta: KvdWorkerMetadata = self._connector_worker_meta
+        for job_id, job in list(metadata.store_jobs.items()):
+            if job.req_id in self._late_requests:
+                del metadata.store_jobs[job_id]
+                meta.mark_completed(job_id)
+                meta.failed_jobs.add(job_id)
+        super().prepare_store_kv(metadata)
+
+    def take_lost_blocks(self) -> set[int]:
+        """Return the blocks that were not loaded when this step's forward pass began."""
+        lost_blocks, self._lost_blocks = self._lost_blocks, set()
+        return lost_blocks
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the layers' views unchanged.
@@ -62,7 +94,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         meta: KvdWorkerMetadata = self._connector_worker_meta
         for result in self.worker.get_finished():
             meta.mark_completed(result.job_id)
-            request = self._load_jobs.pop(result.job_id, None)
+            is_load = result.job_id in self._load_jobs
+            request = self._load_jobs.pop(result.job_id, None)  # None: its request runs already
             if request is not None:
                 results.finished_recving.add(request)
             if not result.success:
@@ -71,14 +104,14 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
                     results.failed_recving.add(request)
             elif result.transfer_size is not None and result.transfer_time is not None:
                 stats = meta.transfer_stats
-                direction = stats.load if request is not None else stats.store
+                direction = stats.load if is_load else stats.store
                 direction.record(result.transfer_size, result.transfer_time)
         return results
 
     def build_connector_worker_meta(self) -> KvdWorkerMetadata | None:
         """Return the jobs that ended since the last call, for the scheduler."""
         meta: KvdWorkerMetadata = self._connector_worker_meta
-        if not meta.completed_jobs:
+        if not meta.completed_jobs and not meta.late_loads:
             return None
         self._connector_worker_meta = KvdWorkerMetadata()
         return meta
@@ -123,16 +156,20 @@ class KvdConnector(OffloadingConnector):
         return requested_layout(vllm_config, read_options(extra))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Watch the engine's own prefix cache for resets, which routers take for the pool's."""
-        scheduler = self.connector_scheduler
-        if scheduler is not None and scheduler.events is not None:
-            scheduler.events.watch(gpu_block_pool)
+        """Use the engine's own block pool in the scheduler."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that ended since the last step, and which of them failed."""
         del finished_req_ids
         assert self.connector_worker is not None  # noqa: S101  # a rank's connector has one
         return self.connector_worker.get_transfer_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks from which this step has computed although they were not loaded."""
+        assert self.connector_worker is not None  # noqa: S101  # a rank's connector has one
+        return self.connector_worker.take_lost_blocks()
 
     @classmethod
     def build_prom_metrics(

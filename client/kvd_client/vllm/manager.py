@@ -137,6 +137,10 @@ class KvdOffloadingManager(OffloadingManager):
         self._load_failed.add(req_id)
         self._stats.increase_counter(metrics.LOAD_FAILURES)
 
+    def count_step_load(self) -> None:
+        """Count a load within a step."""
+        self._stats.increase_counter(metrics.STEP_LOADS)
+
     # --------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

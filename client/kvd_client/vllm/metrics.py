@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import (
 
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
+STEP_LOADS = "vllm:kv_offload_kvd_step_loads"
 STORE_FAILURES = "vllm:kv_offload_kvd_store_failures"
 CHUNKS_REFUSED = "vllm:kv_offload_kvd_chunks_refused"
 TIER_WAITS = "vllm:kv_offload_kvd_tier_waits"
@@ -19,6 +20,9 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     LOAD_FAILURES: OffloadingCounterMetadata(
         documentation="Requests whose load failed and that were computed instead."
+    ),
+    STEP_LOADS: OffloadingCounterMetadata(
+        documentation="Loads within the step that computes the rest of the prompt."
     ),
     STORE_FAILURES: OffloadingCounterMetadata(
         documentation="Store jobs that failed; their chunks are not in the cache."

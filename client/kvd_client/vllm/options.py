@@ -33,6 +33,10 @@ class VllmOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_onl
         store_timeout: seconds after which a store is given up; at least load_timeout.
         preemption_timeout: seconds that the engine waits for a store before it reuses the store's
             blocks. Then the store is void.
+        sync_load_budget_bytes: of one step and rank: hits up to this size are loaded within the
+            step; 0: none.
+        sync_load_timeout: seconds that a step waits for these loads. Then their requests start
+            over and are computed.
         pending_timeout: seconds that a request waits for chunks that are being stored or promoted
             from a tier.
         seek_timeout: seconds that a request waits for shared tiers to say whether they have its
@@ -47,6 +51,8 @@ class VllmOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     load_timeout: Seconds = 3.0
     store_timeout: Seconds = 30.0
     preemption_timeout: Seconds = 2.0
+    sync_load_budget_bytes: Annotated[int, Meta(ge=0)] = 0
+    sync_load_timeout: Seconds = 0.02
     pending_timeout: Seconds = 1.0
     seek_timeout: Seconds = 0.05
     kv_layout: str = "auto"

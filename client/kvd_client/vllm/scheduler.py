@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     RequestOffloadState,
     SchedulerOffloadConfig,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -43,6 +44,7 @@ from kvd_client.vllm.events import (
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.promotions import Search
 from kvd_client.vllm.spec import KvdOffloadingSpec
+from kvd_client.vllm.step_loads import StepLoads, calling_scheduler, why_impossible
 from kvd_client.vllm.upstream import CONFIG_FIELDS, GROUP_FIELDS, require
 from kvd_proto.messages import MAX_KEYS
 
@@ -55,9 +57,12 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
 
     Attributes:
         failed_jobs: jobs that failed in at least one rank.
+        late_loads: loads of this step that were not loaded when its forward pass began, failed or
+            late, in at least one rank. They are reported when they have ended.
     """
 
     failed_jobs: set[int] = field(default_factory=set)
+    late_loads: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvdWorkerMetadata":
         """Return the common report of two ranks: a job that failed for one has failed."""
@@ -67,6 +72,7 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
             completed_jobs=both.completed_jobs,
             transfer_stats=both.transfer_stats,
             failed_jobs=self.failed_jobs | other.failed_jobs,
+            late_loads=self.late_loads | other.late_loads,
         )
 
 
@@ -74,6 +80,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler logic for offloading, for jobs that may fail."""
 
     manager: KvdOffloadingManager
+    config: SchedulerOffloadConfig
 
     def __init__(
         self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -93,10 +100,37 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self.events: PoolEvents | None = None
         self._idle_publisher: IdlePublisher | None = None
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
+        self._step_loads = self._make_step_loads(spec, vllm_config, kv_cache_config)
         self._lookup_tokens: dict[str, int] = {}  # tokens of the last lookup, until admission
         self._missed_reported: set[str] = set()  # running requests
         if spec.publishes:
             self._start_publishing(spec.options.repeat_events)
+
+    def _make_step_loads(
+        self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> StepLoads | None:
+        """Return what keeps loads within a step right; None: this engine has none."""
+        if not spec.options.sync_load_budget_bytes:
+            return None
+        obstacle = why_impossible(vllm_config, kv_cache_config)
+        scheduler = calling_scheduler()
+        if scheduler is None:
+            obstacle = obstacle or "the connector was not created by vLLM's scheduler"
+        if obstacle or scheduler is None:
+            log.warning("sync_load_budget_bytes has no effect: %s", obstacle)
+            if "sync_load_budget_bytes" in self.config._fields:
+                self.config = self.config._replace(sync_load_budget_bytes=0)
+            return None
+        return StepLoads(
+            scheduler, self.config.num_workers, self.config.tokens_per_hash, self._req_status
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Use the engine's block pool, which is made after the connector."""
+        if self.events is not None:
+            self.events.watch(gpu_block_pool)
+        if self._step_loads is not None:
+            self._step_loads.pool = gpu_block_pool
 
     def _start_publishing(self, repeat_seconds: float) -> None:
         """Publish the pool's changes, also while the engine is idle."""
@@ -119,11 +153,27 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """Look up a request's chunks. vLLM calls this in every step until it admits the request."""
+        if self._step_loads is not None and self._step_loads.shares_blocks(
+            request, num_computed_tokens
+        ):
+            return None, False
         self._lookup_tokens[request.request_id] = request.num_tokens - num_computed_tokens
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens, max_num_new_tokens
         )
         return matched
+
+    def _reserve_sync_load(
+        self,
+        req_status: RequestOffloadState,
+        num_computed_tokens: int,
+        num_hit_tokens: int | None,
+    ) -> bool:
+        """Return whether the hit is loaded within the step: it fits vLLM's limit, and may begin."""
+        if self._step_loads is None or not self._step_loads.may_begin:
+            return False
+        reserved: bool = super()._reserve_sync_load(req_status, num_computed_tokens, num_hit_tokens)
+        return reserved
 
     def _lookup(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
@@ -174,6 +224,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.set_needed(request.request_id, needed)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._step_loads is not None and request.request_id in self._current_batch_sync_loads:
+            first_token = self._req_status[request.request_id].num_locally_computed_tokens
+            self._step_loads.begin(request, first_token, self._current_batch_load_jobs)
+            self.manager.count_step_load()
 
     def _report_missed(self, request: Request, num_external_tokens: int) -> None:
         """Report the prompt's chunks that neither the engine's own cache nor kvd had.
@@ -202,6 +256,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         self.manager.tier_waits.speed.step_scheduled(scheduler_output)
         self.manager.end_step()
+        if self._step_loads is not None:
+            self._step_loads.end_step()
         return meta
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -225,6 +281,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if isinstance(meta, KvdWorkerMetadata):
             for job_id in meta.failed_jobs:
                 self.manager.mark_failed(self._store_keys(job_id))
+            if self._step_loads is not None:
+                for req_id in self._step_loads.fail(meta.late_loads):
+                    self.manager.stop_loading(req_id)
+                self._step_loads.count_reports(meta.completed_jobs)
         super().update_connector_output(connector_output)
         # After a failed load the request is computed, and all its chunks are offered again.
         for req_id in connector_output.failed_recving or ():

@@ -55,7 +55,9 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._options = options
         self._register = register
         self._load_deadlines: dict[int, float] = {}  # by job; infinite once cancelled
-        self._failed: list[TransferResult] = []
+        self._results: list[TransferResult] = []  # that `get_finished` returns next
+        self._expedited: set[int] = set()  # loads that the step is yet to wait for
+        self._late_loads: set[int] = set()
         self._logged: set[str] = set()  # lines about failures
 
     def submit_store(
@@ -72,8 +74,17 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._submit(self.worker, Store, job_id, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Submit a load. Always True: `get_finished` reports failures."""
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Submit a load, if it is expedited before all others, for `wait`.
+
+        Always True: `get_finished` reports failures.
+        """
         assert isinstance(src_spec, ChunkLoadStoreSpec)  # noqa: S101  # this spec's manager made it
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
@@ -81,7 +92,9 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._fail(job_id, NOT_REGISTERED)
         else:
             self._load_deadlines[job_id] = time.monotonic() + self._options.load_timeout
-            self._submit(self.worker, Load, job_id, dst_spec, src_spec)
+            self._submit(self.worker, Load, job_id, dst_spec, src_spec, expedited=expedited)
+        if expedited:
+            self._expedited.add(job_id)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -89,10 +102,10 @@ class KvdOffloadingWorker(OffloadingWorker):
 
         A cancelled load ends, and is reported, only when nothing writes to its blocks any more.
         """
-        results, self._failed = self._failed, []
+        self._collect_results()
+        results, self._results = self._results, []
         if self.worker is None:
             return results
-        results += self._convert(self.worker.get_finished())
         if self._load_deadlines:
             now = time.monotonic()
             overdue = [job for job, end in self._load_deadlines.items() if now >= end]
@@ -107,14 +120,42 @@ class KvdOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until the blocks of these stores may be overwritten, up to `preemption_timeout`.
+        """Wait for expedited loads, or until the blocks of stores may be overwritten.
 
-        Loads are not waited for: vLLM keeps their blocks until they are reported.
+        For loads up to `sync_load_timeout`: `take_late_loads` has those that are not loaded then.
+        For stores up to `preemption_timeout`. Other loads are not waited for: their blocks are kept
+        until they are reported.
         """
+        expedited, self._expedited = self._expedited & job_ids, self._expedited - job_ids
+        if expedited:
+            self._wait_for_loads(expedited)
+        stores = job_ids - expedited - self._load_deadlines.keys()
+        if self.worker is not None and stores:
+            self.worker.wait(stores, self._options.preemption_timeout)
+
+    def take_late_loads(self) -> set[int]:
+        """Return the loads that were not loaded at the end of `wait`, failed or late."""
+        late_loads, self._late_loads = self._late_loads, set()
+        return late_loads
+
+    def _wait_for_loads(self, job_ids: set[int]) -> None:
+        running = job_ids & self._load_deadlines.keys()
+        if self.worker is not None and running:
+            timeout = self._options.sync_load_timeout
+            if unfinished := self.worker.wait(running, timeout):
+                self._log_once(
+                    f"{len(unfinished)} loads took longer than sync_load_timeout={timeout:g} s and"
+                    " are stopped"
+                )
+                self._load_deadlines.update(dict.fromkeys(unfinished, float("inf")))
+                self.worker.cancel(unfinished)
+        self._collect_results()
+        loaded = {result.job_id for result in self._results if result.success}
+        self._late_loads |= job_ids - loaded
+
+    def _collect_results(self) -> None:
         if self.worker is not None:
-            self.worker.wait(
-                job_ids - self._load_deadlines.keys(), self._options.preemption_timeout
-            )
+            self._results += self._convert(self.worker.get_finished())
 
     def release_memory(self) -> None:
         """Make the daemon release the KV cache, before vLLM frees it. Never raises."""
@@ -158,11 +199,13 @@ class KvdOffloadingWorker(OffloadingWorker):
         job_id: int,
         blocks: GPULoadStoreSpec,
         chunks: ChunkLoadStoreSpec,
+        *,
+        expedited: bool = False,
     ) -> None:
         arrays = blocks.block_ids, blocks.group_sizes, blocks.block_indices
         try:
             job = JobBlocks.of(*arrays, chunks.slots, chunks.generations)
-            worker.submit(kind, job_id, job, after=work_so_far(worker))
+            worker.submit(kind, job_id, job, after=work_so_far(worker), expedited=expedited)
         except Exception as error:  # noqa: BLE001  # also from torch or the driver: a miss
             self._log_once(f"a {kind.__name__.lower()} failed and is a cache miss: {cause(error)}")
             self._fail(job_id, str(error))
@@ -188,7 +231,7 @@ class KvdOffloadingWorker(OffloadingWorker):
     def _fail(self, job_id: int, reason: str) -> None:
         log.debug("job %d failed: %s", job_id, reason)
         self._load_deadlines.pop(job_id, None)
-        self._failed.append(TransferResult(job_id, success=False))
+        self._results.append(TransferResult(job_id, success=False))
 
     def _convert(self, results: list[JobResult]) -> list[TransferResult]:
         """Convert results to vLLM's; log each reason of a failure once until a job succeeds.
