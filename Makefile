@@ -11,6 +11,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DIST := dist
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+VLLM_33 := .venv-vllm-0.33
+VLLM_33_STAMP := $(VLLM_33)/.installed
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 ROUTERS := .venv-routers
@@ -23,7 +25,7 @@ CUDA12_STAMP := $(CUDA12)/.installed
 .PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
 
 help: ## show this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(BASE_STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -45,6 +47,10 @@ $(VLLM_STAMP): pyproject.toml client/tools/pyproject.toml tests/vllm/environment
 	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
 	@touch $@
 
+$(VLLM_33_STAMP): $(VLLM_STAMP) tests/vllm/environment-0.33.sh tests/vllm/requirements-0.33.txt
+	tests/vllm/environment-0.33.sh $(VLLM_33) $(VLLM)
+	@touch $@
+
 $(SGLANG_STAMP): pyproject.toml client/tools/pyproject.toml tests/sglang/environment.sh tests/sglang/requirements.txt
 	PYTHON=$(PYTHON) tests/sglang/environment.sh $(SGLANG)
 	@touch $@
@@ -61,6 +67,8 @@ $(CUDA12_STAMP): $(STAMP)
 .venv: $(STAMP)
 
 .venv-vllm: $(VLLM_STAMP)
+
+.venv-vllm-0.33: $(VLLM_33_STAMP)
 
 .venv-sglang: $(SGLANG_STAMP)
 
@@ -210,4 +218,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

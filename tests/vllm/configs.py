@@ -15,7 +15,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,6 +30,11 @@ from kvd_client import RankLayout
 from kvd_client.vllm.layout import share_caches
 from kvd_proto.layout import validate_layout
 from kvd_tools.models import LLAMA
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # since vLLM 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block
@@ -126,8 +130,8 @@ def placed(
 ) -> Engine:
     """What vLLM makes of these layers' specs, or groups of them."""
     config.cache_config.num_gpu_blocks_override = blocks
-    groups = get_kv_cache_groups(config, specs) if isinstance(specs, dict) else [*specs]
-    cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
+    groups = planning.get_kv_cache_groups(config, specs) if isinstance(specs, dict) else [*specs]
+    cache = planning.get_kv_cache_config_from_groups(config, groups, available_memory=0)
     return config, cache, build_offloading_config(config, cache)
 
 
