@@ -182,6 +182,7 @@ def test_what_a_late_load_has_spoilt_is_not_used(blocks: Blocks, aborted: bool) 
     if aborted:
         blocks.stepping.finish("late")
     blocks.report(late=[load])
+    assert blocks.stepping.statistics()[LOAD_FAILURES] == 1
     assert [block.block_hash for block in block_ids] == [None] * 3
     running = blocks.stepping.vllm_scheduler.running
     assert (running, request.status) == (
@@ -214,6 +215,7 @@ def test_a_rank_stores_nothing_that_was_computed_from_a_late_load() -> None:
     report = half.build_connector_worker_meta()
     assert report is not None
     assert (report.late_loads, report.completed_jobs, report.failed_jobs) == ({1}, {2: 1}, {2})
+    assert KvdWorkerMetadata(late_loads={5}).aggregate(report).late_loads == {1, 5}
     half.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
     assert lane.submitted == [1, 3]
     half.prepare_store_kv(OffloadingConnectorMetadata({}, {4: stores[2]}))
