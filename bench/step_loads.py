@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, CPU_BYTES, MODEL, engine_options
 
-from kvd_client.vllm.metrics import LOAD_FAILURES, STEP_LOADS
+from kvd_client.vllm.metrics import STEP_LOADS, STEP_LOADS_LATE
 from kvd_tools.models import write_model
 from kvd_tools.vllm_engine import VllmServer, kvd_transfer
 
@@ -74,7 +74,7 @@ def main() -> None:
                 with _engine(variant, model, Path(place)) as engine:
                     for key, sample in _measure(engine, variant, options.samples):
                         seconds[key].append(sample)
-                    counts[variant.name] = [engine.metric(n) for n in (STEP_LOADS, LOAD_FAILURES)]
+                    counts[variant.name] = [engine.metric(n) for n in (STEP_LOADS, STEP_LOADS_LATE)]
     machine = (
         f"{os.cpu_count()} CPUs, vLLM {version('vllm')}, {options.starts} starts,"
         f" {options.samples} prompts of each kind in each"
@@ -91,8 +91,8 @@ def main() -> None:
             row = [_text(seconds[variant.name, busy, blocks]) for blocks in HITS]
             table.add_row(variant.name, "generates" if busy else "idle", *row)
     Console(width=120).print(table)
-    for name, (loads, failures) in counts.items():
-        print(f"{name}: {loads:.0f} loads within steps, {failures:.0f} failed, in the last start")
+    for name, (loads, late) in counts.items():
+        print(f"{name}: {loads:.0f} loads within steps, {late:.0f} late, in the last start")
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({"first_token_ms": figures, "machine": machine}, indent=2) + "\n")
 

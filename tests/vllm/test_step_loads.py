@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvd_client.vllm.metrics import LOAD_FAILURES, STEP_LOADS
+from kvd_client.vllm.metrics import LOAD_FAILURES, STEP_LOADS, STEP_LOADS_LATE
 from kvd_client.vllm.scheduler import KvdWorkerMetadata
 from kvd_client.vllm.step_loads import why_impossible
 from kvd_tools.vllm_engine import VllmServer
@@ -127,7 +127,7 @@ class Blocks:
         """Its blocks, the first two of which are loaded; vLLM caches all three."""
         request, half = self.stepping.requests[name], self.stepping.half
         assert self.stepping.ask(name) == (2 * SHORT_BLOCK, False)
-        blocks = self.pool.get_new_blocks(3)
+        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(3)
         self.pool.cache_full_blocks(request, blocks, 0, 3, SHORT_BLOCK, 0)
         half.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 2 * SHORT_BLOCK)
         ids = ([block.block_id for block in blocks],)
@@ -137,9 +137,11 @@ class Blocks:
         self.stepping.vllm_scheduler.running.append(request)
         return blocks
 
-    def report(self, *ended: int, late: Collection[int] = ()) -> None:
+    def report(self, *ended: int, late: Collection[int] = (), failed: Collection[int] = ()) -> None:
         """The rank has reported these loads."""
-        report = KvdWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1), late_loads=set(late))
+        report = KvdWorkerMetadata(
+            completed_jobs=dict.fromkeys(ended, 1), failed_jobs=set(failed), late_loads=set(late)
+        )
         self.stepping.half.update_connector_output(
             KVConnectorOutput(kv_connector_worker_meta=report)
         )
@@ -182,7 +184,7 @@ def test_what_a_late_load_has_spoilt_is_not_used(blocks: Blocks, aborted: bool) 
     if aborted:
         blocks.stepping.finish("late")
     blocks.report(late=[load])
-    assert blocks.stepping.statistics()[LOAD_FAILURES] == 1
+    assert blocks.stepping.statistics()[STEP_LOADS_LATE] == 1
     assert [block.block_hash for block in block_ids] == [None] * 3
     running = blocks.stepping.vllm_scheduler.running
     assert (running, request.status) == (
@@ -196,6 +198,19 @@ def test_what_a_late_load_has_spoilt_is_not_used(blocks: Blocks, aborted: bool) 
     blocks.report(load)
     assert blocks.pool.get_num_free_blocks() == free + 3
     assert blocks.stepping.ask("next") == (2 * SHORT_BLOCK, False)
+    if not aborted:
+        assert blocks.stepping.ask("late") == (2 * SHORT_BLOCK, True)
+
+
+def test_what_cannot_be_loaded_within_the_step_is_computed(blocks: Blocks) -> None:
+    """A load that has failed is not tried again."""
+    blocks.come("failed")
+    blocks.admit("failed")
+    stores = blocks.stepping.step(failed=SHORT_BLOCK)
+    (load,) = blocks.stepping.jobs.keys() - stores.keys()
+    blocks.report(load, late=[load], failed=[load])
+    assert blocks.stepping.ask("failed") == hits(0)
+    assert blocks.stepping.statistics()[LOAD_FAILURES] == 1
 
 
 def test_a_rank_stores_nothing_that_was_computed_from_a_late_load() -> None:
@@ -270,25 +285,25 @@ def test_hits_within_the_step_give_the_same_answers(
     wait_unpinned(daemon)
 
 
-def test_a_load_that_is_late_for_its_step_is_computed(
+def test_a_load_that_is_late_for_its_step_starts_over(
     engine: VllmServer, known: References, daemon: Daemon
 ) -> None:
-    """The request starts over once the load has ended; others are served, and nothing is spoilt."""
+    """Its request waits for the load's end; others are served, and nothing is spoilt."""
     ask_found(engine, known.prompts)
     engine.reset()
-    failures = engine.metric(LOAD_FAILURES)
+    number_before = engine.metric(STEP_LOADS_LATE)
     (lane,) = [lane["pid"] for lane in daemon.status()["lanes"] if lane["device"] == "host"]
     os.kill(lane, signal.SIGSTOP)
     try:
         # Few enough that blocks are left for others.
         late = [engine.submit(prompt) for prompt in known.prompts[:2] for _ in range(2)]
 
-        def failed() -> float:
-            """How many loads have failed so far; the short prompts let the engine step."""
+        def number_late() -> float:
+            """How many loads were late so far; the short prompts let the engine step."""
             engine.generate([SHORT])
-            return engine.metric(LOAD_FAILURES)
+            return engine.metric(STEP_LOADS_LATE)
 
-        eventually(failed, failures.__lt__)
+        eventually(number_late, number_before.__lt__)
         assert not late[0].done()  # the lane could still write
     finally:
         os.kill(lane, signal.SIGCONT)

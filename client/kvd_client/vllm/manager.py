@@ -137,9 +137,9 @@ class KvdOffloadingManager(OffloadingManager):
         self._load_failed.add(req_id)
         self._stats.increase_counter(metrics.LOAD_FAILURES)
 
-    def count_step_load(self) -> None:
-        """Count a load within a step."""
-        self._stats.increase_counter(metrics.STEP_LOADS)
+    def count(self, metric: str) -> None:
+        """Count one event of a metric."""
+        self._stats.increase_counter(metric)
 
     # --------------------------------------------------------------- lookups
 

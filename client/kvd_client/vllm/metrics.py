@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import (
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 STEP_LOADS = "vllm:kv_offload_kvd_step_loads"
+STEP_LOADS_LATE = "vllm:kv_offload_kvd_step_loads_late"
 STORE_FAILURES = "vllm:kv_offload_kvd_store_failures"
 CHUNKS_REFUSED = "vllm:kv_offload_kvd_chunks_refused"
 TIER_WAITS = "vllm:kv_offload_kvd_tier_waits"
@@ -23,6 +24,9 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     STEP_LOADS: OffloadingCounterMetadata(
         documentation="Loads within the step that computes the rest of the prompt."
+    ),
+    STEP_LOADS_LATE: OffloadingCounterMetadata(
+        documentation="Of these, loads that were not done in time; their requests started over."
     ),
     STORE_FAILURES: OffloadingCounterMetadata(
         documentation="Store jobs that failed; their chunks are not in the cache."

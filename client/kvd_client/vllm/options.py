@@ -36,7 +36,7 @@ class VllmOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_onl
         sync_load_budget_bytes: of one step and rank: hits up to this size are loaded within the
             step; 0: none.
         sync_load_timeout: seconds that a step waits for these loads. Then their requests start
-            over and are computed.
+            over, and load beside the steps.
         pending_timeout: seconds that a request waits for chunks that are being stored or promoted
             from a tier.
         seek_timeout: seconds that a request waits for shared tiers to say whether they have its

@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvd_client.errors import get_logger
+from kvd_client.vllm import metrics
 from kvd_client.vllm.chunks import BlockRanges, ChunkDescriber
 from kvd_client.vllm.events import (
     IdlePublisher,
@@ -170,7 +171,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         num_hit_tokens: int | None,
     ) -> bool:
         """Return whether the hit is loaded within the step: it fits vLLM's limit, and may begin."""
-        if self._step_loads is None or not self._step_loads.may_begin:
+        if self._step_loads is None or not self._step_loads.may_begin(req_status.req.request_id):
             return False
         reserved: bool = super()._reserve_sync_load(req_status, num_computed_tokens, num_hit_tokens)
         return reserved
@@ -227,7 +228,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if self._step_loads is not None and request.request_id in self._current_batch_sync_loads:
             first_token = self._req_status[request.request_id].num_locally_computed_tokens
             self._step_loads.begin(request, first_token, self._current_batch_load_jobs)
-            self.manager.count_step_load()
+            self.manager.count(metrics.STEP_LOADS)
 
     def _report_missed(self, request: Request, num_external_tokens: int) -> None:
         """Report the prompt's chunks that neither the engine's own cache nor kvd had.
@@ -246,6 +247,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         """Forget the request's lookups."""
         self._lookup_tokens.pop(request.request_id, None)
         self._missed_reported.discard(request.request_id)
+        if self._step_loads is not None:
+            self._step_loads.forget(request.request_id)
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         return result
 
@@ -282,8 +285,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             for job_id in meta.failed_jobs:
                 self.manager.mark_failed(self._store_keys(job_id))
             if self._step_loads is not None:
-                for req_id in self._step_loads.fail(meta.late_loads):
-                    self.manager.stop_loading(req_id)
+                for job_id in meta.late_loads:
+                    self._start_over(job_id, has_failed=job_id in meta.failed_jobs)
                 self._step_loads.count_reports(meta.completed_jobs)
         super().update_connector_output(connector_output)
         # After a failed load the request is computed, and all its chunks are offered again.
@@ -291,6 +294,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             if req_id in self._req_status:  # it was not aborted meanwhile
                 for group in self._req_status[req_id].group_states:
                     group.next_stored_chunk_idx = 0
+                self.manager.stop_loading(req_id)
+
+    def _start_over(self, job_id: int, *, has_failed: bool) -> None:
+        """Let a request start over whose load was not done when its step began."""
+        assert self._step_loads is not None  # noqa: S101  # it has begun the load
+        req_id = self._step_loads.start_over(job_id)
+        if req_id is not None:
+            self.manager.count(metrics.STEP_LOADS_LATE)
+            if has_failed:
                 self.manager.stop_loading(req_id)
 
     def _store_keys(self, job_id: int) -> Collection[OffloadKey]:

@@ -6,7 +6,8 @@ limited time only. If a load fails or is late, the pass computes from wrong bloc
 may be used:
 
 - vLLM drops the pass's token, because the ranks report the load's blocks as invalid.
-- The request starts over: it is preempted, and its blocks lose their hashes.
+- The request starts over: it is preempted, and its blocks lose their hashes. What was late is then
+  loaded beside the steps, what has failed is computed.
 - No other request is admitted on these blocks in the same step.
 - The ranks drop the stores of the pass (`KvdConnectorWorker`).
 - A load that is late may still write. Its blocks are held until all ranks have reported it.
@@ -17,7 +18,7 @@ cannot start over. So loads within a step need one group, and one batch at a tim
 
 import inspect
 import time
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
@@ -81,13 +82,14 @@ class StepLoads:
     tokens_per_hash: int
     requests: MutableMapping[str, RequestOffloadState]
     pool: BlockPool | None = None
+    _late: set[str] = field(default_factory=set)  # requests that have started over
     _unreported: dict[int, _StepLoad] = field(default_factory=dict)
     _step: list[_StepLoad] = field(default_factory=list)
 
-    @property
-    def may_begin(self) -> bool:
-        """Whether a load may begin: none of an earlier step is late."""
-        return self.pool is not None and len(self._unreported) == len(self._step)
+    def may_begin(self, req_id: str) -> bool:
+        """Return whether the request may load within the step: no load is late, nor was its own."""
+        is_late = len(self._unreported) > len(self._step) or req_id in self._late
+        return self.pool is not None and not is_late
 
     def shares_blocks(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether the engine's own cache has given the request blocks of this step's loads.
@@ -121,17 +123,23 @@ class StepLoads:
         """Forget which loads began in this step: all requests of it are admitted."""
         self._step.clear()
 
-    def fail(self, job_ids: Collection[int]) -> list[str]:
-        """Let the requests of these loads start over; return their names.
+    def start_over(self, job_id: int) -> str | None:
+        """Let the request of a load start over that has failed or is late; return its name.
 
-        Called before the loads' reports are counted.
+        Called before the report with the load is counted. None: there is no such load.
         """
-        failed = [self._unreported[job_id] for job_id in job_ids if job_id in self._unreported]
-        for load in failed:
-            self._start_over(load)
-        return [load.req_id for load in failed]
+        load = self._unreported.get(job_id)
+        if load is None:
+            return None
+        self._take_back(load)
+        self._late.add(load.req_id)
+        return load.req_id
 
-    def _start_over(self, load: _StepLoad) -> None:
+    def forget(self, req_id: str) -> None:
+        """Forget a request that has ended."""
+        self._late.discard(req_id)
+
+    def _take_back(self, load: _StepLoad) -> None:
         assert self.pool is not None  # noqa: S101  # `may_begin`
         wrong = {block.block_id for block in load.blocks}
         if (status := self.requests.get(load.req_id)) is not None:
