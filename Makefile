@@ -163,7 +163,7 @@ test-vllm-0.33: $(VLLM_33_STAMP) $(ROUTERS_STAMP) ## all tests with vLLM and rou
 # answers compared. The other tests are about models, plans, tiers and several engines.
 VLLM_33_FAST := $(patsubst %,tests/vllm/test_%.py,upstream options scheduler rank spec chunks events tier_waits failures)
 
-test-vllm-0.33-fast: $(VLLM_33_STAMP) ## those of them that a changed interface breaks first, in two minutes
+test-vllm-0.33-fast: $(VLLM_33_STAMP) ## those of them that a changed interface breaks first
 	$(VLLM_33)/bin/python -m pytest $(VLLM_33_FAST) -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-routers: $(VLLM_STAMP) $(ROUTERS_STAMP) ## tests with Dynamo's real indexer, fed by real vLLM engines
