@@ -22,7 +22,7 @@ CUDA12 := .cuda12
 CUDA12_STAMP := $(CUDA12)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
+.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-vllm-0.33 test-vllm-0.33-fast test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
 
 help: ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -155,6 +155,17 @@ test-sglang: $(SGLANG_STAMP) $(VLLM_STAMP) ## tests with the real SGLang engine 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
+test-vllm-0.33: $(VLLM_33_STAMP) $(ROUTERS_STAMP) ## all tests with vLLM and routers on vLLM 0.33, with the CPU kernels of 0.32
+	$(VLLM_33)/bin/python -m pytest tests/vllm tests/routers -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+
+# What a changed interface breaks first: the check at start, the halves of the connector stepped by
+# vLLM's own code, and one engine that stores, loads, preempts, resets and loses its daemon, with
+# answers compared. The other tests are about models, plans, tiers and several engines.
+VLLM_33_FAST := $(patsubst %,tests/vllm/test_%.py,upstream options scheduler rank spec chunks events tier_waits failures)
+
+test-vllm-0.33-fast: $(VLLM_33_STAMP) ## those of them that a changed interface breaks first
+	$(VLLM_33)/bin/python -m pytest $(VLLM_33_FAST) -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+
 test-routers: $(VLLM_STAMP) $(ROUTERS_STAMP) ## tests with Dynamo's real indexer, fed by real vLLM engines
 	$(VLLM)/bin/python -m pytest tests/routers -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
@@ -189,7 +200,7 @@ nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more f
 	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600
 
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
-NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm nightly-sglang check-deploy
+NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm test-vllm-0.33 nightly-sglang check-deploy
 
 nightly: ## the rare targets one after another, for hours; the last line names those that failed
 	@failed=; for target in $(NIGHTLY); do \

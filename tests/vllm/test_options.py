@@ -126,7 +126,8 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
         ("xxhash", None, vllm.__version__, ["prefix_caching_hash_algo=xxhash is seeded anew"]),
         ("xxhash_cbor", "0", vllm.__version__, []),
         ("sha256", None, "0.32.1.dev3+g0123456", []),
-        ("sha256", None, "0.33.1", ["not tested with vLLM 0.33.1, only with vLLM 0.32"]),
+        ("sha256", None, "0.33.1", []),
+        ("sha256", None, "0.34.0", ["not tested with vLLM 0.34.0, only with vLLM 0.32 and 0.33"]),
         ("sha256", None, "0.320.0", ["install a tested release"]),
     ],
 )

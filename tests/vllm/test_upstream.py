@@ -33,7 +33,7 @@ def test_a_method_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPat
     text = str(refused.value)
     assert "OffloadingConnectorScheduler.request_finished takes (more), not (request)" in text
     assert vllm.__version__ in text
-    assert "vLLM 0.32: install that" in text
+    assert "vLLM 0.32 and 0.33: install one of these" in text
     assert "\n" not in text
 
 

@@ -21,8 +21,8 @@ VLLM_KEYS = frozenset(
 )
 # "auto", "none" and vLLM's names of layouts, outermost dimension first; see `layout.py`.
 KV_LAYOUTS = ("auto", "none", "BLHNC", "BLNHC", "BHLNC", "LBHNC", "LBNHC", "LHBNC")
-TESTED_RELEASES = ("0.32",)
-_TESTED_NAMES = ", ".join(f"vLLM {name}" for name in TESTED_RELEASES)
+TESTED_RELEASES = ("0.32", "0.33")
+_TESTED_NAMES = f"vLLM {' and '.join(TESTED_RELEASES)}"
 
 
 class VllmOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,5 +111,5 @@ def unsupported_error(version: str, difference: str) -> UnsupportedVllm:
     """Return the error for a release of vLLM that differs from what the connector needs."""
     return UnsupportedVllm(
         f"kvd's connector cannot work with vLLM {version}: {difference}; it was tested with"
-        f" {_TESTED_NAMES}: install that, or leave --kv-transfer-config out"
+        f" {_TESTED_NAMES}: install one of these, or leave --kv-transfer-config out"
     )
