@@ -22,7 +22,7 @@ CUDA12 := .cuda12
 CUDA12_STAMP := $(CUDA12)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-vllm-0.33 test-vllm-0.33-fast test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm nightly-sglang nightly
+.PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-vllm-0.33 test-vllm-0.33-fast test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm test-vllm-upstream nightly-sglang nightly
 
 help: ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -199,8 +199,12 @@ nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, lon
 nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more failures
 	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600
 
+test-vllm-upstream: $(VLLM_STAMP) $(VLLM_33_STAMP) ## vLLM's own tests of its offloading connector, with kvd's halves in their place
+	PYTHONPATH=. $(VLLM)/bin/python -m tests.vllm.upstream_suite.run
+	PYTHONPATH=. $(VLLM_33)/bin/python -m tests.vllm.upstream_suite.run
+
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
-NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm test-vllm-0.33 nightly-sglang check-deploy
+NIGHTLY := test-nightly demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-vllm test-vllm-0.33 test-vllm-upstream nightly-sglang check-deploy
 
 nightly: ## the rare targets one after another, for hours; the last line names those that failed
 	@failed=; for target in $(NIGHTLY); do \
@@ -229,4 +233,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants build/vllm-tests $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
