@@ -16,6 +16,18 @@ GEMMA = COMMON | {
 DEEPSEEK = COMMON | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
+    # Without YaRN, vLLM's CPU op rotates only the first token's key of a step correctly: answers
+    # depend on the batch. SGLang's CPU implementation of MLA knows no other rotary embedding.
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": COMMON["max_position_embeddings"],
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
     "num_hidden_layers": 2,
     "num_key_value_heads": 8,
     "hidden_act": "silu",

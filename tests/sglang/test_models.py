@@ -32,22 +32,9 @@ OTHERS = prompts(4, seed=1000, tokens=PROMPT_TOKENS)
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
-# SGLang's CPU implementation of MLA knows no other rotary embedding than this one.
-YARN = {
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "original_max_position_embeddings": 32768,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-# Its kernels know the sizes 512 + 64 and 256 + 32.
-MLA = DEEPSEEK | HEADS | YARN | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "moe_layer_freq": 1}
+# SGLang's kernels for MLA know the sizes 512 + 64 and 256 + 32.
+MLA = DEEPSEEK | HEADS | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "moe_layer_freq": 1}
 TRITON = ("--attention-backend", "triton")
 # Without SGLang's buffers beside the states, which a CPU does not support, only pages of a token
 # are possible; a state is kept where a step of a prompt ends.

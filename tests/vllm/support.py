@@ -17,7 +17,6 @@ from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 from tests.conftest import Daemon
 from tests.engine_answers import ask_all, check, random_prompts
 from tests.engine_models import DEEPSEEK, GEMMA
-from tests.processes import ROOT
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 BLOCK = 32
@@ -27,6 +26,8 @@ MAX_MODEL_LEN = 1024
 SHORT = list(range(2, 10))  # with its answer less than a block
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
+# Of MLA: the backend of every CPU; the one for AMX computes in bfloat16 alone.
+BACKEND = {"mla": ("--attention-backend", "CPU_MLA")}
 
 
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -41,6 +42,11 @@ class Setting:
     kind: Literal["dense", "hybrid", "mla"] = "dense"
     tensor_parallel: int = 1
 
+    @property
+    def own_cache(self) -> bool:
+        """Whether vLLM has a prefix cache of its own: on a CPU it turns it off for MLA."""
+        return self.kind != "mla"
+
     def options(self, models: Path, kv_transfer: dict[str, Any] | None = None) -> VllmServerOptions:
         """An engine of this setting, with or without a cache behind it."""
         return VllmServerOptions(
@@ -54,43 +60,26 @@ class Setting:
             block_size=BLOCK,
             tensor_parallel=self.tensor_parallel,
             kv_transfer=kv_transfer,
+            args=BACKEND.get(self.kind, ()),
         )
-
-
-def with_in_process_copy(options: VllmServerOptions) -> VllmServerOptions:
-    """The same engine with vLLM's own offloading and a copy inside the engine.
-
-    MLA needs it to be warm on a CPU without AMX: vLLM has no prefix cache of its own there.
-    """
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": "bench.in_process",
-            "blocks_per_chunk": 2,
-            "bytes": 64 * 2**20,
-        },
-    }
-    return replace(options, kv_transfer=transfer, env={"PYTHONPATH": str(ROOT)})
 
 
 @dataclass(frozen=True)
 class References:
-    """Answers of an engine without kvd: computed, and with the prompt in its own cache."""
+    """Answers of an engine without kvd: computed, and with the prompt in its own cache if any."""
 
     prompts: list[list[int]]
     cold: list[Completion]
     warm: list[Completion]
 
 
-def compute_references(engine: VllmServer, count: int) -> References:
+def compute_references(engine: VllmServer, count: int, *, own_cache: bool = True) -> References:
     """Ask an engine that no daemon serves, prompt by prompt, each twice."""
     asked = prompts(count)
     answers = ask_all(engine, [prompt for prompt in asked for _ in ("cold", "warm")])
     cold, warm = answers[::2], answers[1::2]
     assert [answer.cached_tokens for answer in cold] == [0] * count
-    assert {answer.cached_tokens for answer in warm} == {CACHED_TOKENS}
+    assert {answer.cached_tokens for answer in warm} == {CACHED_TOKENS if own_cache else 0}
     engine.reset()
     return References(asked, cold, warm)
 

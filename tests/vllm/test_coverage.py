@@ -1,4 +1,4 @@
-"""Kinds of models and parallelism: warm answers are those of vLLM's own cache, to the last bit."""
+"""Kinds of models and parallelism: answers are those of an engine without kvd."""
 
 import mmap
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from tests.conftest import Daemon, started_daemons
 from tests.engine_answers import TEST_SECONDS, TOLERANCE, ask_all, check, check_equal, far_apart
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
+    CACHED_TOKENS,
     References,
     Setting,
     ask_found,
@@ -20,19 +21,19 @@ from tests.vllm.support import (
     prompts,
     wait_served,
     wait_stored,
-    with_in_process_copy,
     with_kvd,
 )
 from tests.waiting import eventually
 
 DENSE, DENSE_TP2 = Setting("dense"), Setting("dense", tensor_parallel=2)
-MLA_TP2 = Setting("mla", tensor_parallel=2)
-ASKED = 4
+MLA, MLA_TP2 = Setting("mla"), Setting("mla", tensor_parallel=2)
+ASKED = 4  # prompts of each test; one more is left for the damage
 PAGE = 4096  # a part of one block of one layer, at the most
 TRIED = 8
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 only_dense = pytest.mark.parametrize("served", [DENSE], indirect=True, ids=["dense"])
+one_rank = pytest.mark.parametrize("served", [DENSE, MLA], indirect=True, ids=["dense", "mla"])
 
 
 @dataclass
@@ -44,28 +45,29 @@ class Served:
     daemon: Daemon
     known: References
 
+    def check_warm(self, answers: list[Completion], expected: list[Completion]) -> None:
+        """To the last bit, or near where the engine without kvd has no cache and computes all."""
+        (check_equal if self.setting.own_cache else check)(answers, expected)
+
 
 @pytest.fixture(
     scope="module",
-    params=[DENSE, DENSE_TP2, pytest.param(MLA_TP2, marks=pytest.mark.nightly)],
-    ids=["dense", "dense-tp2", "mla-tp2"],
+    params=[DENSE, DENSE_TP2, MLA, pytest.param(MLA_TP2, marks=pytest.mark.nightly)],
+    ids=["dense", "dense-tp2", "mla", "mla-tp2"],
 )
 def served(
     request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
 ) -> Iterator[Served]:
     """An engine of one kind. What it should answer is known before a daemon serves it.
 
-    Of the dense model another engine, without a connector, says it; of MLA one with vLLM's own.
+    Of DENSE_TP2 the same engine says it, of the others one without a connector.
     """
     setting: Setting = request.param
     alone = setting.options(models)
-    engine = reference = start_engine(with_kvd(alone, module_dir, blocks_per_chunk=2))
-    if setting == DENSE:
-        reference = start_engine(alone)
-    elif setting == MLA_TP2:
-        reference = start_engine(with_in_process_copy(alone))
+    engine = start_engine(with_kvd(alone, module_dir, blocks_per_chunk=2))
+    reference = engine if setting == DENSE_TP2 else start_engine(alone)
     reference.wait_ready()
-    known = compute_references(reference, ASKED + 1)
+    known = compute_references(reference, 2 * ASKED + 1, own_cache=setting.own_cache)
     if reference is not engine:
         reference.close()
     engine.wait_ready()
@@ -83,7 +85,7 @@ def pool_of(daemon: Daemon) -> Path:
     return pool
 
 
-@only_dense
+@one_rank
 def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None:
     """With its halves exchanged, wherever it is; and not when they are back in place."""
     engine, prompt, reference = served.engine, served.known.prompts[-1], served.known.warm[-1]
@@ -99,8 +101,7 @@ def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None
             pool[at : at + PAGE] = page[PAGE // 2 :] + page[: PAGE // 2]
             damaged += ask_found(engine, [prompt])
             pool[at : at + PAGE] = page
-    (answer,) = ask_found(engine, [prompt])
-    check_equal([answer], [reference])
+    served.check_warm(ask_found(engine, [prompt]), [reference])
     for answer in damaged:
         assert far_apart(answer, reference) > 10 * TOLERANCE
 
@@ -110,7 +111,7 @@ def test_the_log_says_which_layout_the_kv_cache_has(served: Served) -> None:
     log = served.engine.log.read_text()
     (line,) = [line for line in log.splitlines() if ": fragments of" in line]  # of all ranks
     asked = "KV connector cache layout BLHNC does not satisfy every supported set" in log
-    if served.setting == MLA_TP2:
+    if served.setting.kind == "mla":
         assert not asked
         assert "KV cache layout LBNHC: fragments of 36 KiB, 2 a block" in line
     else:
@@ -120,8 +121,8 @@ def test_the_log_says_which_layout_the_kv_cache_has(served: Served) -> None:
     assert line.rpartition(" ")[2] in {"block", "it"}  # nothing is to be done in host memory
 
 
-def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None:
-    """Cold, and from kvd's pool: bit for bit as without. A hybrid model is in test_sharing."""
+def test_cold_and_warm_answers_are_those_without_kvd(served: Served) -> None:
+    """Computed, and from kvd's pool, one by one. A hybrid model is in test_sharing."""
     engine, daemon, known = served.engine, served.daemon, served.known
     asked = known.prompts[:ASKED]
     cold = ask_all(engine, asked)
@@ -129,11 +130,31 @@ def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None
     check_equal(cold, known.cold)
     ask_found(engine, asked)
     stored = wait_stored(daemon)
-    check_equal(ask_found(engine, asked), known.warm)
+    served.check_warm(ask_found(engine, asked), known.warm)
     (namespace,) = daemon.status()["namespaces"]
     assert namespace["chunks"]["ready"] == stored
     assert namespace["replicated"] is (served.setting == MLA_TP2)
     assert namespace["world_size"] == served.setting.tensor_parallel
+
+
+def test_prompts_at_once_are_answered_as_one_by_one_without_kvd(served: Served) -> None:
+    """Computed in one batch, then loaded in one."""
+    engine, batch = served.engine, slice(ASKED, 2 * ASKED)
+    asked, expected = served.known.prompts[batch], served.known.cold[batch]
+
+    def ask() -> list[int]:
+        engine.reset()
+        answers = engine.generate(asked)
+        check(answers, expected)
+        return [answer.cached_tokens for answer in answers]
+
+    def loads() -> int:
+        return int(served.daemon.status()["counters"]["jobs"]["load_ok"])
+
+    assert ask() == [0] * ASKED
+    before = loads()
+    eventually(ask, ([CACHED_TOKENS] * ASKED).__eq__)
+    eventually(loads, (before + ASKED).__le__)
 
 
 @only_dense
