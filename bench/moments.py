@@ -42,7 +42,7 @@ class Moments:
         Raises:
             RuntimeError: it has not passed all of them: nothing was loaded.
         """
-        lines = self._new_lines()
+        lines = self.take()
         stages: Stages = {}
         polls, last = 0, asked
         for what, stage in PASSED.items():
@@ -58,9 +58,10 @@ class Moments:
 
     def skip(self) -> None:
         """Forget what was written until now."""
-        self._new_lines()
+        self.take()
 
-    def _new_lines(self) -> list[tuple[str, int, int]]:
+    def take(self) -> list[tuple[str, int, int]]:
+        """What was written since the last call: which moment, nanoseconds, a number."""
         if not self.path.exists():
             return []
         with self.path.open() as file:

@@ -46,7 +46,7 @@ class StampedOffloading(OffloadingConnector):  # type: ignore[misc]  # types are
         """A step's end in the scheduler."""
         meta = super().build_connector_meta(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
-            self._note("scheduled")
+            self._note("scheduled", len(scheduler_output.scheduled_new_reqs))
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -87,3 +87,13 @@ class StampedOffloading(OffloadingConnector):  # type: ignore[misc]  # types are
 
 class StampedKvd(StampedOffloading, KvdConnector):
     """kvd's connector, with the same moments."""
+
+
+class StampedSideBySide(StampedKvd):
+    """kvd's connector, whose requests do not wait for each other's loads."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if self.connector_scheduler is not None:
+            # vLLM has no setting for it; it does so without a prefix cache of the engine's own.
+            self.connector_scheduler._chunks_being_loaded = None  # noqa: SLF001

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,14 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way with chunks of so many blocks; the GPU cache has blocks only."""
+    """One way with chunks of so many blocks; the GPU cache has blocks only.
+
+    With `side_by_side` a request loads chunks that another one is loading, too; only kvd's does.
+    """
 
     way: Way
     blocks_per_chunk: int
+    side_by_side: bool = False
 
     @property
     def chunk_tokens(self) -> int:
@@ -77,7 +81,7 @@ class Variant:
 
     def __str__(self) -> str:
         chunks = "" if self.way is Way.GPU else f", chunks of {self.chunk_tokens}"
-        return f"{self.way}{chunks}"
+        return f"{self.way}{chunks}{', loads side by side' if self.side_by_side else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,11 @@ class Started:
 
 @contextmanager
 def started(
-    variant: Variant, model: Path, place: Path, lmcache_python: str | None
+    variant: Variant,
+    model: Path,
+    place: Path,
+    lmcache_python: str | None,
+    gpu_blocks: int = GPU_BLOCKS,
 ) -> Iterator[Started]:
     """Start it; everything is ended with the context.
 
@@ -101,6 +109,7 @@ def started(
         model: its folder.
         place: an existing folder for logs.
         lmcache_python: of an environment with vLLM and LMCache; for LMCache only.
+        gpu_blocks: size of the engine's KV memory.
     """
     moments = Moments(place / "moments")
     python, transfer, daemon = sys.executable, None, None
@@ -117,7 +126,10 @@ def started(
             daemon = stack.enter_context(Daemon(CPU_BYTES))
             transfer = kvd_transfer(
                 daemon.runtime_dir, blocks_per_chunk=variant.blocks_per_chunk, required=True
-            ) | {"kv_connector": "StampedKvd", "kv_connector_module_path": "stamped"}
+            ) | {
+                "kv_connector": "StampedSideBySide" if variant.side_by_side else "StampedKvd",
+                "kv_connector_module_path": "stamped",
+            }
         elif variant.way is Way.LMCACHE:
             assert lmcache_python is not None
             python = lmcache_python
@@ -127,6 +139,7 @@ def started(
             extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
             transfer = _transfer("LMCacheMPConnector", extra)
         options = engine_options(model, transfer, {MOMENTS_FILE: str(moments.path)})
+        options = replace(options, num_gpu_blocks=gpu_blocks)
         engine = stack.enter_context(VllmServer(options, place / "engine.log", python))
         yield Started(variant, engine, moments, daemon)
 

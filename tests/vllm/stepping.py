@@ -257,12 +257,19 @@ class Stepping:
         blocks: int,
         params: dict[str, Any] | None = None,
         hints: KvHintsEnvelope | None = None,
+        begins_as: tuple[str, int] = ("", 0),
     ) -> Request:
-        """A request of so many blocks has come, with these `kv_transfer_params` and `kv_hints`."""
+        """A request of so many blocks has come, with these `kv_transfer_params` and `kv_hints`.
+
+        `begins_as` is another request, and how many of its blocks this one begins with.
+        """
         start = sum(map(len, self.requests)) * 1000 + len(self.requests)
+        other, common = begins_as
+        tokens = list(self.requests[other].all_token_ids[: common * BLOCK]) if other else []
+        tokens += range(start, start + (blocks - common) * BLOCK)
         request = self.requests[name] = Request(
             name,
-            list(range(start, start + blocks * BLOCK)),
+            tokens,
             SamplingParams(max_tokens=100, extra_args={"kv_transfer_params": params}),
             None,
             block_hasher=self.hasher,
@@ -297,25 +304,29 @@ class Stepping:
         )
         return answer
 
-    def admit(self, name: str, computed: int = 0, blocks: Sequence[int] = ()) -> int:
+    def admit(self, name: str, computed: int = 0, *blocks: Sequence[int]) -> int:
         """Look up a request again as one that waits, and admit it; the tokens that it loads.
 
         Args:
             name: of the request.
             computed: tokens that the engine's own cache has.
-            blocks: of the request, the null block 0 for none, where something can be loaded.
+            blocks: of the request, the null block 0 for none, where something can be loaded; by
+                group.
         """
         matched, _ = self.ask(name, computed)
         assert matched is not None
-        cached = [
-            SimpleNamespace(
-                block_id=block,
-                is_null=not block,
-                block_hash=b"cached" if number < computed // BLOCK else None,
-            )
-            for number, block in enumerate(blocks)
-        ]
-        allocated: Any = SimpleNamespace(blocks=(cached,))
+        cached = tuple(
+            [
+                SimpleNamespace(
+                    block_id=block,
+                    is_null=not block,
+                    block_hash=b"cached" if number < computed // BLOCK else None,
+                )
+                for number, block in enumerate(group)
+            ]
+            for group in blocks
+        )
+        allocated: Any = SimpleNamespace(blocks=cached)
         self.half.update_state_after_alloc(self.requests[name], allocated, matched)
         return matched
 

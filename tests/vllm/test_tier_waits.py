@@ -67,7 +67,7 @@ def test_all_chunks_of_a_prompt_are_requested_in_one_step(engine: Stepping) -> N
     assert engine.ask("r") == hits(6)
     assert session.requested == [keys]
     assert source(engine, "r") is CacheHitSource.DISK
-    engine.admit("r", blocks=range(1, 7))
+    engine.admit("r", 0, range(1, 7))
     assert counts(engine) == {metrics.TIER_WAITS: 1}
 
 

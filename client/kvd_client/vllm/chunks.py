@@ -1,4 +1,4 @@
-"""What vLLM's state of requests says about their chunks: the blocks of each, and its description.
+"""What vLLM's state of requests says about their chunks: blocks, descriptions, common loads.
 
 vLLM passes only keys of chunks to its manager. If the edge of a window lies inside a chunk, the
 request has, and needs, only the blocks behind the edge. vLLM's own manager treats such a chunk as
@@ -14,10 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     RequestOffloadState,
     SchedulerOffloadConfig,
+    TransferJobStatus,
 )
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.request import Request
@@ -159,6 +164,51 @@ class BlockRanges:
                 if begin < stop:
                     needed[keys[chunk]] = (begin, stop - begin)
         return needed
+
+
+class SharedLoads:
+    """Tells which loads under way a request may wait for, instead of loading the same chunks.
+
+    A request that meets chunks that another one is loading waits: then the engine's own prefix
+    cache has them, and they are loaded and kept once. With sliding windows or states this holds
+    only if the request begins with all tokens up to the load's end: of a window, the blocks before
+    this end are loaded and no others. Otherwise the engine's cache has nothing for the request
+    after the wait, and requests with one beginning and different ends would load one after
+    another, each in a later step. They load side by side.
+
+    Args:
+        config: vLLM's configuration of groups and chunks.
+        jobs: vLLM's jobs under way, by number.
+    """
+
+    def __init__(
+        self, config: SchedulerOffloadConfig, jobs: Mapping[int, TransferJobStatus]
+    ) -> None:
+        self._jobs = jobs
+        self._tokens_per_hash = config.tokens_per_hash
+        self._has_windows = any(
+            group.sliding_window_size_in_chunks is not None for group in config.kv_group_configs
+        )
+        self._ends: dict[int, tuple[int, BlockHash]] = {}  # by load: its last hash, and of which
+
+    def add(self, job_id: int, request: Request, end: int) -> None:
+        """Add a load that has begun: of the request's chunks up to its first `end` tokens."""
+        index = end // self._tokens_per_hash - 1
+        if self._has_windows and 0 <= index < len(request.block_hashes):
+            self._ends[job_id] = index, request.block_hashes[index]
+
+    def usable(self, being_loaded: set[OffloadKey], request: Request) -> set[OffloadKey]:
+        """Return those chunks that the request finds in the engine's cache after their loads."""
+        if not self._has_windows:
+            return being_loaded
+        self._ends = {job_id: end for job_id, end in self._ends.items() if job_id in self._jobs}
+        hashes = request.block_hashes
+        return {
+            key
+            for job_id, (index, block_hash) in self._ends.items()
+            if index < len(hashes) and hashes[index] == block_hash
+            for key in self._jobs[job_id].keys & being_loaded
+        }
 
 
 def skipped_tokens(group: GroupOffloadConfig, num_computed: int) -> int:

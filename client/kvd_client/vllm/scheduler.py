@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 
 from kvd_client.errors import get_logger
 from kvd_client.vllm import metrics
-from kvd_client.vllm.chunks import BlockRanges, ChunkDescriber
+from kvd_client.vllm.chunks import BlockRanges, ChunkDescriber, SharedLoads
 from kvd_client.vllm.events import (
     IdlePublisher,
     PoolEvents,
@@ -82,13 +82,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     manager: KvdOffloadingManager
     config: SchedulerOffloadConfig
+    _chunks_being_loaded: set[OffloadKey] | None
 
     def __init__(
         self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         require(self, "manager", "config", "_jobs", "_req_status")
-        require(self, "_current_batch_allocated_block_ids")
+        require(self, "_current_batch_allocated_block_ids", "_current_batch_load_jobs")
+        require(self, "_chunks_being_loaded")
         require(self.config, *CONFIG_FIELDS)
         for group in self.config.kv_group_configs:
             require(group, *GROUP_FIELDS)
@@ -104,6 +106,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._step_loads = self._make_step_loads(spec, vllm_config, kv_cache_config)
         self._lookup_tokens: dict[str, int] = {}  # tokens of the last lookup, until admission
         self._missed_reported: set[str] = set()  # running requests
+        self._shared_loads = SharedLoads(self.config, self._jobs)
         if spec.publishes:
             self._start_publishing(spec.options.repeat_events)
 
@@ -181,9 +184,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     ) -> int | None:
         """Return how many tokens can be loaded; None: the request waits, such as for tiers."""
         search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
-        if not self.manager.scheduler.tiers:
-            return search()
-        return self.manager.tier_waits.search(req_status.req_context, search)
+        being_loaded = self._chunks_being_loaded
+        if being_loaded:
+            self._chunks_being_loaded = self._shared_loads.usable(being_loaded, req_status.req)
+        try:
+            if not self.manager.scheduler.tiers:
+                return search()
+            return self.manager.tier_waits.search(req_status.req_context, search)
+        finally:
+            self._chunks_being_loaded = being_loaded
 
     def _lookup_complete_chunks(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
@@ -229,6 +238,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             first_token = self._req_status[request.request_id].num_locally_computed_tokens
             self._step_loads.begin(request, first_token, self._current_batch_load_jobs)
             self.manager.count(metrics.STEP_LOADS)
+        if num_external_tokens and self._chunks_being_loaded:
+            computed = self._req_status[request.request_id].num_locally_computed_tokens
+            job_id = next(reversed(self._current_batch_load_jobs))
+            self._shared_loads.add(job_id, request, computed + num_external_tokens)
 
     def _report_missed(self, request: Request, num_external_tokens: int) -> None:
         """Report the prompt's chunks that neither the engine's own cache nor kvd had.

@@ -138,6 +138,14 @@ class VllmServer(EngineServer):
                 )
             time.sleep(POLL_SECONDS)
 
+    def pause(self) -> None:
+        """Freeze all requests; those that come are queued until `resume`."""
+        self._text("POST", "/pause?mode=keep")
+
+    def resume(self) -> None:
+        """End a pause: all queued requests are scheduled at once."""
+        self._text("POST", "/resume")
+
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric of vLLM, summed over its series that have these labels."""
         total = 0.0
