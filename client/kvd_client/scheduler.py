@@ -6,8 +6,10 @@ lock that is held while waiting.
 """
 
 import contextlib
+import struct
 import time
 from collections.abc import Callable, Collection
+from zlib import crc32
 
 import numpy as np
 
@@ -36,7 +38,7 @@ from kvd_client.tickets import (
     check_label,
     no_description,
 )
-from kvd_proto.directory import LookupResult, SlotState
+from kvd_proto.directory import RECORD_BYTES, LookupResult, SlotState
 from kvd_proto.messages import LABEL_ONLY, MAX_KEY_BYTES, MAX_TIERS, Label, TierInfo
 from kvd_proto.tier_table import TierHealth
 
@@ -44,6 +46,7 @@ MAX_LEASE_SECONDS = 600.0
 MAX_TOKENS = 2**48  # in one call; totals have room for tens of thousands of such
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_FIRST_BLOCK = 0
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
 
@@ -65,9 +68,32 @@ class Scheduler(SchedulerSession):
         The result is a hint: `prepare_load` decides. A key has 1 to 48 bytes. A chunk without all
         blocks `first`..`first + count - 1` is a MISS; without a count, all from `first` on.
         """
-        if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
-            check_key(key)
-        if first.__class__ is not int or first or count is not None:
+        if first is _FIRST_BLOCK and count is None and key.__class__ is bytes:
+            # The common case, the hit of a whole chunk, is inlined, which halves its time. What is
+            # not found here takes the general way below.
+            words, mask, tries_left, records, floor, readers, num_blocks = self._hit_table
+            hash32 = crc32(key)
+            i = 2 * hash32 + 1 & mask
+            while words[i] != hash32 and words[i - 1] and tries_left:
+                tries_left -= 1
+                i = i + 2 & mask
+            slot_after, reassigned = words[i - 1], self._reassigned
+            try:
+                read, whole = readers[len(key)]
+                generation, head, num_stored, stored = read(records, slot_after * RECORD_BYTES)
+            except (IndexError, struct.error):  # a key too long, or a slot that is none
+                num_stored = -1
+            if (
+                num_stored == num_blocks
+                and stored == key
+                and head == whole
+                and generation > floor[0]
+                and not (reassigned and slot_after - 1 in reassigned)
+            ):
+                self._totals.num_hits += 1
+                return _HIT
+        check_key(key)
+        if first is not _FIRST_BLOCK or count is not None:
             check_blocks(first, count)
         result = self._lookup(key, first, count)
         counts = self._totals.counts
@@ -86,18 +112,7 @@ class Scheduler(SchedulerSession):
             keys = check_collection("keys", keys, "keys")
         for key in keys:
             check_key(key)
-        results = list(map(self._lookup, keys))
-        if self._reassigned:
-            for i, key in enumerate(keys):
-                if results[i] is _HIT and self._is_reassigned(key):
-                    results[i] = _MISS
-        self._totals.counts["chunks"] += len(results)
-        self._totals.counts["hit_chunks"] += results.count(_HIT)
-        if started := self._started_stores:
-            for i, key in enumerate(keys):
-                if results[i] is _MISS and key in started:
-                    results[i] = _HIT_PENDING
-        return results
+        return list(map(self.lookup, keys))
 
     def cached_blocks(self, key: bytes) -> BlockRange | None:
         """Return which blocks a READY chunk has, as (first, count); None if it is not READY.

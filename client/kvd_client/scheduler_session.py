@@ -23,7 +23,7 @@ from kvd_client.readiness import SchedulerReadiness
 from kvd_client.session import ClientSession
 from kvd_proto.changes import MAX_CHANGES
 from kvd_proto.descriptions import Description, DescriptionsView
-from kvd_proto.directory import MAX_SLOTS, DirectoryView, Entry, LookupResult
+from kvd_proto.directory import MAX_SLOTS, NO_HITS, DirectoryView, Entry, HitTable, LookupResult
 from kvd_proto.messages import (
     Attached,
     Detached,
@@ -84,6 +84,7 @@ class SchedulerSession(ClientSession):
         self._changes = PublishedChanges()
         self._attachments = Attachments(self._switch_source, self._wake)
         # `_switch_source` replaces these with each attachment: lookups need no check for one.
+        self._hit_table: HitTable
         self._lookup: Callable[..., LookupResult]
         self._entry: Callable[[bytes], Entry | None]
         self._started_stores: Container[bytes]
@@ -353,11 +354,13 @@ class SchedulerSession(ClientSession):
         None: lookups miss; published chunks stay published for `ABSENT_SECONDS`.
         """
         if attachment is None:
+            self._hit_table = NO_HITS
             self._lookup, self._entry = self._lookup_nothing, self._no_entry
             self._started_stores, self._reassigned, self._tiers = (), {}, None
             self._changes.switch(None)
         else:
             directory, outbox = attachment.directory, attachment.decisions.outbox
+            self._hit_table = directory.hit_table
             self._lookup, self._entry = directory.lookup, directory.entry
             self._started_stores, self._reassigned = outbox.started_stores, outbox.reassigned
             self._tiers = attachment.tiers

@@ -30,7 +30,7 @@ a key of length 0.
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -214,6 +214,25 @@ SLOT_MASK = 0xFFFF_FFFF
 
 # By key length: read generation, state, key length, first block, count of blocks, and key at once.
 KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
+# By key length: read generation, a word of state, key length and first block, count of blocks, and
+# key at once; and the word of a READY chunk from its first block on. No key has length 0.
+_HIT_READERS = tuple(
+    (struct.Struct(f"<Q12xIH6x{n}s").unpack_from, 2 | n << 8 if n else -1)
+    for n in range(KEY_BYTES + 1)
+)
+HitTable: TypeAlias = tuple[
+    "memoryview[int]",
+    int,
+    int,
+    memoryview,
+    "memoryview[int]",
+    tuple[tuple[Callable[[memoryview, int], tuple[Any, ...]], int], ...],
+    int,
+]
+"""See `DirectoryView.hit_table`."""
+_NO_WORDS = memoryview(bytes(8)).cast("I")
+NO_HITS: HitTable = (_NO_WORDS, 1, 1, memoryview(b""), _NO_WORDS, (), 0)
+"""Of a directory without chunks."""
 
 _HEAD_FIELDS = [
     *(("generation", "<u8"), ("ranks_done", "<u8"), ("owner", "<u4")),
@@ -308,6 +327,22 @@ class DirectoryView:
         offset, capacity, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
         return TierTableView(memory, offset, capacity, limit, header.num_tiers)
 
+    @property
+    def hit_table(self) -> HitTable:
+        """What a caller needs to find a whole READY chunk without a call; see `Scheduler.lookup`.
+
+        1. The index as u4 words: of each entry the slot + 1 (0: none) and the hash.
+        2. A mask of word numbers, and how many entries to try.
+        3. The records behind one unused record, so that slot + 1 numbers them.
+        4. The floor; a reader of records by key length, with the word to expect; blocks of a chunk.
+        """
+        header, memory = self.header, self._memory
+        words = memory[header.index_offset : header.changes_offset].cast("I")
+        records = memory[header.records_offset - RECORD_BYTES : header.index_offset]
+        mask = 2 * self._mask + 1
+        limit, blocks = self._probe_limit, self.blocks_per_chunk
+        return words, mask, limit, records, self._floor, _HIT_READERS, blocks
+
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""
         size = len(key)
@@ -338,29 +373,14 @@ class DirectoryView:
         A READY chunk without one of the blocks first..first + count - 1 is a MISS. `count` None:
         all blocks from `first` on.
         """
-        # The loop of `find` again: calling it would add a quarter to the time.
-        size = len(key)
-        if not 0 < size <= KEY_BYTES:
+        entry = self.entry(key)
+        if entry is None:
             return _MISS
-        hash32 = crc32(key)
-        index, mask, probes_left = self._index, self._mask, self._probe_limit
-        i = hash32 & mask
-        while probes_left and (entry := index[i]):
-            if entry >> 32 == hash32:
-                base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
-                if base < self._records_bytes:
-                    generation, state, length, begin, num_blocks, stored = KEY_READERS[size](
-                        self._records, base
-                    )
-                    if stored == key and length == size and generation > self._floor[0]:
-                        if state == _READY:
-                            end = self.blocks_per_chunk if count is None else first + count
-                            return _HIT if begin <= first and end <= begin + num_blocks else _MISS
-                        if state == _WRITING:
-                            return _HIT_PENDING
-            probes_left -= 1
-            i = (i + 1) & mask
-        return _MISS
+        _, _, state, begin, num_blocks = entry
+        if state == _WRITING:
+            return _HIT_PENDING
+        end = self.blocks_per_chunk if count is None else first + count
+        return _HIT if begin <= first and end <= begin + num_blocks else _MISS
 
     def lookup_many(self, keys: Sequence[bytes]) -> list[LookupResult]:
         """Return the `lookup` of every key, in order."""
@@ -371,7 +391,7 @@ class DirectoryView:
 
         Its blocks are valid only if it is READY.
         """
-        # The loop of `find` once more.
+        # The loop of `find` again: calling it would add a quarter to the time.
         size = len(key)
         if not 0 < size <= KEY_BYTES:
             return None

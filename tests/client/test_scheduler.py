@@ -1,7 +1,9 @@
 """The scheduler's session, its lookups, and chunks in tiers below memory."""
 
+import random
 import select
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,9 @@ from kvd_client import (
 )
 from kvd_client.decisions import REREQUEST_SECONDS
 from kvd_proto.codec import WIRE
+from kvd_proto.directory import SlotState
 from kvd_proto.messages import (
+    MAX_KEY_BYTES,
     MAX_KEYS,
     Detached,
     Error,
@@ -76,6 +80,68 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
     assert (scheduler.num_chunks, scheduler.bytes_per_chunk) == (NUM_SLOTS, 4096)
     by_caller = [type(m) for m in daemon.received if not isinstance(m, Ping)]
     assert by_caller == [Hello, Step]  # the step asks for loans
+
+
+CRC_POLYNOMIAL = 0x1_DB71_0641  # keys that differ by it have one hash
+
+
+def twin(key: bytes) -> bytes:
+    """Another key of the same hash."""
+    changed = int.from_bytes(key, "little") ^ CRC_POLYNOMIAL << 8
+    return changed.to_bytes(len(key), "little")
+
+
+def test_a_hit_found_the_short_way_is_one_the_general_way(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """Whatever keys, partial chunks, resets and garbled entries the directory has."""
+    daemon.attach(scheduler)
+    directory, source = daemon.directory, random.Random(0)
+    assert directory is not None
+    lengths = (6, 8, 36, 47, MAX_KEY_BYTES)
+    keys = [bytes([number]) * length for number in range(4) for length in lengths]
+    keys += [*map(twin, keys), bytes.fromhex("9d0ad96d")]  # whose hash is 0, as an empty entry's
+    seen: Counter[LookupResult] = Counter()
+
+    def compare() -> None:
+        expected = [directory.lookup(key) for key in keys]
+        assert [scheduler.lookup(key) for key in keys] == expected
+        assert scheduler.lookup_many(keys) == expected
+        for key in keys:
+            assert scheduler.lookup(key, 1) is directory.lookup(key, 1)
+        seen.update(expected)
+
+    for _ in range(400):
+        key, blocks = source.choice(keys), source.choice([(0, 2), (0, 2), (0, 1), (1, 1)])
+        slot = directory.find(key)
+        if slot < 0:
+            directory.place(key, daemon.free()[-1], 1)
+            if source.random() < 0.8:
+                daemon.make_ready(key, *blocks)
+        elif directory.state(slot) == SlotState.READY:
+            directory.free([slot])
+        else:
+            daemon.make_ready(key, *blocks)
+        if source.random() < 0.02:
+            for other in keys:
+                if directory.lookup(other) is LookupResult.HIT_PENDING:
+                    daemon.make_ready(other)
+            directory.forget()
+            compare()
+            directory.free(directory.indexed_slots())
+        compare()
+    assert len(seen) == len(LookupResult)
+    index = directory.header.index_offset
+    memory = memoryview(directory._memory)
+    for slot_after in (2**32 - 1, NUM_SLOTS + 1, 0, 100):
+        for at in range(index, directory.header.changes_offset, 8):
+            if any(memory[at : at + 8]):
+                memory[at : at + 4] = slot_after.to_bytes(4, "little")
+        compare()
+    memory[index : directory.header.changes_offset] = bytes([1]) * (
+        8 * directory.header.index_capacity
+    )
+    compare()  # no entry is empty, and none has the hash
 
 
 def test_without_a_daemon_that_greets_every_lookup_misses(runtime_dir: Path) -> None:
@@ -239,10 +305,12 @@ def test_lookups_are_reported_at_the_end(
     worker.close()
     with Scheduler(daemon.runtime_dir, "idle", deadline=DEADLINE):
         pass
-    scheduler.lookup(b"no")
+    daemon.attach(scheduler)
+    assert scheduler.lookup_many([b"ready", b"ready", b"no"]).count(LookupResult.HIT) == 2
+    assert scheduler.lookup(b"ready", 1) is LookupResult.HIT
     scheduler.close()
     (ping,) = daemon.wait_for(Ping)
-    assert ping.lookups == Lookups(chunks=1, hit_chunks=0)
+    assert ping.lookups == Lookups(chunks=4, hit_chunks=3)
 
 
 @pytest.mark.usefixtures("told_at_the_end")

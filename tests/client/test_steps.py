@@ -255,7 +255,10 @@ def test_the_keeper_sends_what_was_left_behind(
 def test_slots_of_used_chunks_are_taken_last(
     daemon: FakeDaemon, stepping: Scheduler, use: str
 ) -> None:
-    """One that is offered and there after all others; one that this step loads not at all."""
+    """One that is offered and there after all others; one that this step loads not at all.
+
+    Once taken, its chunk is not found, although the directory shows it until the step is read.
+    """
     daemon.lendable = [0, 100]
     daemon.attach(stepping)
     if use == "load":
@@ -266,6 +269,10 @@ def test_slots_of_used_chunks_are_taken_last(
     assert stepping.lookup(b"ready") is LookupResult.HIT
     last = stepping.prepare_store([b"l"])
     assert last.slots.tolist() == ([] if use == "load" else [0])
+    found = LookupResult.HIT if use == "load" else LookupResult.MISS
+    assert stepping.lookup(b"ready") is found
+    assert stepping.lookup(b"ready", 1) is found
+    assert bool(stepping.cached_blocks(b"ready")) is (use == "load")
 
 
 def test_a_pinned_slot_stays_until_the_answer(daemon: FakeDaemon, stepping: Scheduler) -> None:
