@@ -1,6 +1,4 @@
-"""vLLM's half of the connector in the scheduler, changed so that jobs may fail.
-
-
+"""vLLM's half of the connector in the scheduler, changed so that jobs may fail."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
