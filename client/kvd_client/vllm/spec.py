@@ -30,8 +30,9 @@ from kvd_client.vllm import metrics
 from kvd_client.vllm.layout import layout_line, requested_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options, release
+from kvd_client.vllm.sleep_patch import notify_of_sleep
 from kvd_client.vllm.upstream import attention_backends
-from kvd_client.vllm.worker import KvdOffloadingWorker, notify_of_sleep
+from kvd_client.vllm.worker import KvdOffloadingWorker
 from kvd_proto.messages import HOST
 
 log = get_logger("kvd_client.vllm")

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -85,11 +84,6 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingWorkerMetadata, "aggregate", "other"),
     # handles WAKEUP from the input queue: an idle engine calls has_pending_push_work
     (EngineCoreProc, "_handle_client_request", "request_type request"),
-    # frees a KV cache and allocates it again
-    (SleepModeBackendFactory, "get_backend_class", "name"),
-    (SleepModeBackend, "suspend", "level"),
-    (SleepModeBackend, "resume", "tags"),
-    (SleepModeBackend, "discard", "tags"),
     # what a block's hash covers besides tokens, and its form in KV events
     (
         kv_cache_utils,
@@ -129,7 +123,7 @@ ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", ""
 
 
 def check(*implementations: type) -> None:
-    """Compare the installed vLLM with METHODS and FIELDS, and with three single names.
+    """Compare the installed vLLM with METHODS and FIELDS, and with two single names.
 
     Args:
         implementations: classes that must implement vLLM's interfaces completely.
@@ -137,7 +131,30 @@ def check(*implementations: type) -> None:
     Raises:
         UnsupportedVllm: naming the first difference.
     """
-    for owner, name, parameters in METHODS:
+    check_parameters(METHODS)
+    for record, fields in FIELDS:
+        missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
+        require(record, *sorted(missing))  # what is no dataclass field may be an attribute
+    require(_ConnectorMetricName, "ALLOCATION_FAILURE")
+    require(EngineCoreRequestType, "WAKEUP")
+    for implementation in implementations:
+        if abstract := sorted(getattr(implementation, "__abstractmethods__", ())):
+            raise unsupported_error(
+                vllm.__version__,
+                f"it asks {implementation.__name__} for {', '.join(abstract)} as well",
+            )
+
+
+def check_parameters(methods: tuple[tuple[type | ModuleType, str, str], ...]) -> None:
+    """Check that functions and methods take exactly these parameters.
+
+    Args:
+        methods: owners, names, parameters after `self`, separated by spaces.
+
+    Raises:
+        UnsupportedVllm: naming the first difference.
+    """
+    for owner, name, parameters in methods:
         require(owner, name)
         signature = inspect.signature(getattr(owner, name))
         actual = [parameter for parameter in signature.parameters if parameter != "self"]
@@ -146,18 +163,6 @@ def check(*implementations: type) -> None:
                 vllm.__version__,
                 f"{owner.__name__}.{name} takes ({', '.join(actual)}),"
                 f" not ({', '.join(parameters.split())})",
-            )
-    for record, fields in FIELDS:
-        missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
-        require(record, *sorted(missing))  # what is no dataclass field may be an attribute
-    require(_ConnectorMetricName, "ALLOCATION_FAILURE")
-    require(SleepModeBackendFactory, "_registry")
-    require(EngineCoreRequestType, "WAKEUP")
-    for implementation in implementations:
-        if abstract := sorted(getattr(implementation, "__abstractmethods__", ())):
-            raise unsupported_error(
-                vllm.__version__,
-                f"it asks {implementation.__name__} for {', '.join(abstract)} as well",
             )
 
 
