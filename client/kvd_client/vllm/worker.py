@@ -69,8 +69,15 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._submit(self.worker, Store, job_id, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
         """Submit a load. Always True: `get_finished` reports failures."""
+        del expedited
         assert isinstance(src_spec, ChunkLoadStoreSpec)  # noqa: S101  # this spec's manager made it
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
