@@ -27,11 +27,13 @@ from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
     KvdOffloadingWorker,
+    VllmOptions,
     metrics,
     upstream,
 )
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import engine_config
+from tests.vllm.stepping import Lender, Stepping
 
 KINDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -181,3 +183,38 @@ def test_vllm_finds_the_specs_metrics(tmp_path: Path) -> None:
     assert metrics.DEFINITIONS.keys() <= made._offloading_metric_metadata.keys()
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     assert extra == {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
+
+
+@pytest.mark.skipif(
+    not hasattr(OffloadingManager, "config_info"), reason="this vLLM publishes no configuration"
+)
+def test_an_engines_settings_are_on_its_metrics_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One series of `vllm:kv_offload_config_info`, filled through vLLM's own statistics."""
+    extra = {"runtime_dir": "/run/other", "label": "blue", "blocks_per_chunk": 2}
+    half = Stepping(tmp_path, monkeypatch, Lender(0), extra=extra).half
+    registry = prometheus_client.CollectorRegistry()
+    kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+    types = {kind: partial(kind, registry=registry) for kind in kinds}
+    vllm_config = engine_config(tmp_path, extra=extra)
+    made = KvdConnector.build_prom_metrics(vllm_config, types, ["model"], {0: ["m"]})
+    made.observe(half.get_stats().to_dict(), 0)
+    (info,) = (
+        sample
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:kv_offload_config_info"
+    )
+    assert info.value == 1
+    expected = {
+        "kvd_engine_id": "engine",
+        "kvd_runtime_dir": "/run/other",
+        "kvd_label": "blue",
+        "kvd_blocks_per_chunk": "2",
+        "kvd_load_timeout": "3.0",
+        "kvd_required": "False",
+    }
+    assert expected.items() <= info.labels.items()
+    settings = {f"kvd_{name}" for name in VllmOptions.__struct_fields__}
+    assert info.labels.keys() == settings | {"model", "kvd_engine_id", "kvd_blocks_per_chunk"}

@@ -68,6 +68,7 @@ class KvdOffloadingManager(OffloadingManager):
         pending_timeout: seconds that a request waits for chunks that are being stored or promoted
             from a tier.
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
+        config_info: values of `metrics.CONFIG_LABELS`.
 
     Attributes:
         refused: offered chunks that got no slot and are offered again or given up. By request, then
@@ -85,6 +86,7 @@ class KvdOffloadingManager(OffloadingManager):
         *,
         pending_timeout: float,
         seek_timeout: float,
+        config_info: Mapping[str, str | float],
     ) -> None:
         self.scheduler = scheduler
         self.tier_waits = TierWaits(
@@ -100,6 +102,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._hidden: set[OffloadKey] = set()  # keys whose lookups miss
         self._needed: dict[str, Mapping[OffloadKey, BlockRange]] = {}  # by request
         self._stats = OffloadingConnectorStats()
+        self._config_info = config_info
 
     # -------------------------------------------------------------- requests
 
@@ -335,6 +338,10 @@ class KvdOffloadingManager(OffloadingManager):
             stats.increase_counter(name, count)
         stats.set_gauge(metrics.ATTACHED, int(self.scheduler.attached and self.scheduler.connected))
         return stats
+
+    def config_info(self) -> list[Mapping[str, str | float]]:
+        """Return the labels of `vllm:kv_offload_config_info`, one mapping for its only series."""
+        return [self._config_info]
 
     def shutdown(self) -> None:
         """End the session."""

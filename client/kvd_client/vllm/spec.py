@@ -65,6 +65,12 @@ class KvdOffloadingSpec(OffloadingSpec):
         del extra_config
         return metrics.DEFINITIONS
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the labels that the manager's `config_info` fills."""
+        del extra_config
+        return metrics.CONFIG_LABELS
+
     def __init__(
         self,
         config: OffloadingConfig,
@@ -100,6 +106,9 @@ class KvdOffloadingSpec(OffloadingSpec):
             scheduler,
             pending_timeout=self.options.pending_timeout,
             seek_timeout=self.options.seek_timeout,
+            config_info=metrics.config_info(
+                self.config.engine_id, self.config.cache.blocks_per_chunk, self.options
+            ),
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
