@@ -94,6 +94,7 @@ class KvdOffloadingManager(OffloadingManager):
         )
         self._pending_timeout = pending_timeout
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
+        self._flushed: list[LoadTicket] = []  # of loads under way at a reset
         self._load_failed: set[str] = set()  # requests
         self._pending_since: dict[str, float] = {}  # by request
         self._failed_stores: set[OffloadKey] = set()
@@ -320,16 +321,24 @@ class KvdOffloadingManager(OffloadingManager):
         """Drop every chunk of the namespace, for all engines that share it.
 
         Returns at once. Until the daemon has answered, this engine's lookups miss and it stores
-        nothing. The leases of loads under way end.
+        nothing. vLLM forgets the loads under way: 0.33 calls `on_reset_flushed` once they have
+        ended; with 0.32 their leases end now, and those that are not done fail.
         """
         self.scheduler.reset(0)
-        for ticket in self._tickets.values():
-            self.scheduler.complete_load(ticket)
+        self._flushed += self._tickets.values()
         self._tickets.clear()
+        if not hasattr(super(), "on_reset_flushed"):
+            self.on_reset_flushed()
         self._failed_stores.clear()
         self._reports.clear()
         self.refused.clear()
         self.tier_waits.clear()
+
+    def on_reset_flushed(self) -> None:
+        """Unpin the chunks of loads that were under way at the last reset."""
+        for ticket in self._flushed:
+            self.scheduler.complete_load(ticket)
+        self._flushed.clear()
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return the counts since the last call, and whether the daemon serves this engine."""
