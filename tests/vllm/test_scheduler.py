@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, get_offload_group_idx
 
 from kvd_client import Label
 from kvd_client.vllm import metrics
@@ -112,6 +112,20 @@ def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
     first, again = ([OffloadKey(key) for key in keys] for keys in lender.offered)
     assert set(map(get_offload_group_idx, first)) == {0, 1}
     assert again == [key for key in first if get_offload_group_idx(key) == 0]
+
+
+def test_a_load_that_a_reset_overtakes_keeps_its_chunks_until_all_ranks_have_reported(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """With vLLM 0.32, which does not tell of their reports, the load loses them at the reset."""
+    stepping.come("a", 3)
+    lender.present = set(stepping.keys("a"))
+    stepping.admit("a", 0, [1, 2, 3])
+    stepping.step()
+    stepping.half.reset_cache()
+    assert len(lender.unpinned) == (not hasattr(OffloadingManager, "on_reset_flushed"))
+    stepping.report(stepping.jobs)
+    assert [ticket.keys for ticket in lender.unpinned] == [tuple(stepping.keys("a"))]
 
 
 # ----------------------------------------------------- stores that find no slot

@@ -42,6 +42,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     """vLLM's half of the connector in a rank, for jobs that may fail."""
 
     spec: KvdOffloadingSpec
+    worker: KvdOffloadingWorker | None
 
     def __init__(
         self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -159,6 +160,20 @@ class KvdConnector(OffloadingConnector):
         """Use the engine's own block pool in the scheduler."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def unregister_kv_caches(self) -> None:
+        """Make the daemon release the KV cache. vLLM 0.33 calls this before it frees the memory."""
+        if self._rank is not None:
+            self._rank.release_memory()
+
+    def restore_kv_caches(self) -> None:
+        """Register the KV cache again, after vLLM has allocated it."""
+        if self._rank is not None:
+            self._rank.restore_memory()
+
+    @property
+    def _rank(self) -> KvdOffloadingWorker | None:
+        return None if self.connector_worker is None else self.connector_worker.worker
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that ended since the last step, and which of them failed."""

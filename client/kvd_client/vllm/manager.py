@@ -68,6 +68,7 @@ class KvdOffloadingManager(OffloadingManager):
         pending_timeout: seconds that a request waits for chunks that are being stored or promoted
             from a tier.
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
+        config_info: values of `metrics.CONFIG_LABELS`.
 
     Attributes:
         refused: offered chunks that got no slot and are offered again or given up. By request, then
@@ -85,6 +86,7 @@ class KvdOffloadingManager(OffloadingManager):
         *,
         pending_timeout: float,
         seek_timeout: float,
+        config_info: Mapping[str, str | float],
     ) -> None:
         self.scheduler = scheduler
         self.tier_waits = TierWaits(
@@ -92,6 +94,7 @@ class KvdOffloadingManager(OffloadingManager):
         )
         self._pending_timeout = pending_timeout
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
+        self._flushed: list[LoadTicket] = []  # of loads under way at a reset
         self._load_failed: set[str] = set()  # requests
         self._pending_since: dict[str, float] = {}  # by request
         self._failed_stores: set[OffloadKey] = set()
@@ -100,6 +103,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._hidden: set[OffloadKey] = set()  # keys whose lookups miss
         self._needed: dict[str, Mapping[OffloadKey, BlockRange]] = {}  # by request
         self._stats = OffloadingConnectorStats()
+        self._config_info = config_info
 
     # -------------------------------------------------------------- requests
 
@@ -321,16 +325,24 @@ class KvdOffloadingManager(OffloadingManager):
         """Drop every chunk of the namespace, for all engines that share it.
 
         Returns at once. Until the daemon has answered, this engine's lookups miss and it stores
-        nothing. The leases of loads under way end.
+        nothing. vLLM forgets the loads under way: 0.33 calls `on_reset_flushed` once they have
+        ended; with 0.32 their leases end now, and those that are not done fail.
         """
         self.scheduler.reset(0)
-        for ticket in self._tickets.values():
-            self.scheduler.complete_load(ticket)
+        self._flushed += self._tickets.values()
         self._tickets.clear()
+        if not hasattr(super(), "on_reset_flushed"):
+            self.on_reset_flushed()
         self._failed_stores.clear()
         self._reports.clear()
         self.refused.clear()
         self.tier_waits.clear()
+
+    def on_reset_flushed(self) -> None:
+        """Unpin the chunks of loads that were under way at the last reset."""
+        for ticket in self._flushed:
+            self.scheduler.complete_load(ticket)
+        self._flushed.clear()
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return the counts since the last call, and whether the daemon serves this engine."""
@@ -339,6 +351,10 @@ class KvdOffloadingManager(OffloadingManager):
             stats.increase_counter(name, count)
         stats.set_gauge(metrics.ATTACHED, int(self.scheduler.attached and self.scheduler.connected))
         return stats
+
+    def config_info(self) -> list[Mapping[str, str | float]]:
+        """Return the labels of `vllm:kv_offload_config_info`, one mapping for its only series."""
+        return [self._config_info]
 
     def shutdown(self) -> None:
         """End the session."""

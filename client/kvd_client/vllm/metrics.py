@@ -6,6 +6,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvd_client.vllm.options import VllmOptions
+
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 STEP_LOADS = "vllm:kv_offload_kvd_step_loads"
@@ -41,3 +43,17 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="Of these, requests whose time was over before all of the chunks had come."
     ),
 }
+
+# Labels of `vllm:kv_offload_config_info`, a metric of vLLM 0.33: the engine's name at the daemon,
+# the blocks of a chunk, and all settings.
+CONFIG_LABELS = tuple(
+    f"kvd_{name}" for name in ("engine_id", "blocks_per_chunk", *VllmOptions.__struct_fields__)
+)
+
+
+def config_info(
+    engine_id: str, blocks_per_chunk: int, options: VllmOptions
+) -> dict[str, str | float]:
+    """Return the values of CONFIG_LABELS."""
+    settings = (getattr(options, name) for name in VllmOptions.__struct_fields__)
+    return dict(zip(CONFIG_LABELS, (engine_id, blocks_per_chunk, *settings), strict=True))

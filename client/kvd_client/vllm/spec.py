@@ -30,8 +30,9 @@ from kvd_client.vllm import metrics
 from kvd_client.vllm.layout import layout_line, requested_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options, release
+from kvd_client.vllm.sleep_patch import notify_of_sleep
 from kvd_client.vllm.upstream import attention_backends
-from kvd_client.vllm.worker import KvdOffloadingWorker, notify_of_sleep
+from kvd_client.vllm.worker import KvdOffloadingWorker
 from kvd_proto.messages import HOST
 
 log = get_logger("kvd_client.vllm")
@@ -63,6 +64,12 @@ class KvdOffloadingSpec(OffloadingSpec):
         """Return the connector's own metrics."""
         del extra_config
         return metrics.DEFINITIONS
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the labels that the manager's `config_info` fills."""
+        del extra_config
+        return metrics.CONFIG_LABELS
 
     def __init__(
         self,
@@ -99,6 +106,9 @@ class KvdOffloadingSpec(OffloadingSpec):
             scheduler,
             pending_timeout=self.options.pending_timeout,
             seek_timeout=self.options.seek_timeout,
+            config_info=metrics.config_info(
+                self.config.engine_id, self.config.cache.blocks_per_chunk, self.options
+            ),
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -1,17 +1,18 @@
-"""What the connector uses of vLLM beyond its interfaces, and the check that it still exists.
+"""What the connector needs of the installed vLLM, and the check that it is there.
 
 vLLM's interfaces for a connector are `KVConnectorBase_V1`, `OffloadingSpec`, `OffloadingManager`
-and `OffloadingWorker`. The tables below list the rest, which may change with any release. `check`
-and `require` end an engine's start with one sentence, so that no step fails later.
-`tests/vllm/test_upstream.py` tests that everything listed works as the connector expects.
+and `OffloadingWorker`: kvd's methods must take every call that these allow. The tables below list
+what else the connector uses, which may change with any release. `check` and `require` end an
+engine's start with one sentence, so that no step fails later. `tests/vllm/test_upstream.py` tests
+that everything listed works as the connector expects.
 """
 
 import inspect
+from inspect import Parameter, Signature
 from types import ModuleType
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     TransferJobStatus,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -39,19 +39,12 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvd_client.vllm.options import unsupported_error
 
-# Overridden methods and called functions, with their parameters after `self`.
+# Called functions, and overridden methods of vLLM's private classes, with their parameters after
+# `self`.
 METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     # called instead of OffloadingConnector's, which makes halves that kvd replaces
     (KVConnectorBase_V1, "__init__", "vllm_config role kv_cache_config"),
-    (OffloadingConnector, "get_transfer_results", "finished_req_ids"),
-    (OffloadingConnector, "get_required_kvcache_layout", "vllm_config"),
     (AttentionBackend, "supported_kv_cache_layouts", ""),
-    # reads spec_name and spec_module_path of the extra configuration
-    (
-        OffloadingConnector,
-        "build_prom_metrics",
-        "vllm_config metric_types labelnames per_engine_labelvalues",
-    ),
     (OffloadingConnectorScheduler, "__init__", "spec vllm_config kv_cache_config"),
     (
         OffloadingConnectorScheduler,
@@ -85,11 +78,6 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingWorkerMetadata, "aggregate", "other"),
     # handles WAKEUP from the input queue: an idle engine calls has_pending_push_work
     (EngineCoreProc, "_handle_client_request", "request_type request"),
-    # frees a KV cache and allocates it again
-    (SleepModeBackendFactory, "get_backend_class", "name"),
-    (SleepModeBackend, "suspend", "level"),
-    (SleepModeBackend, "resume", "tags"),
-    (SleepModeBackend, "discard", "tags"),
     # what a block's hash covers besides tokens, and its form in KV events
     (
         kv_cache_utils,
@@ -124,20 +112,49 @@ GROUP_FIELDS = (
     *("sliding_window_size_in_chunks", "requires_cow_source", "kv_event_group_spec"),
 )
 CONFIG_FIELDS = ("kv_group_configs", "blocks_per_chunk", "tokens_per_hash")
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 # A metric of vLLM that managers count.
 ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", "")
 
 
 def check(*implementations: type) -> None:
-    """Compare the installed vLLM with METHODS and FIELDS, and with three single names.
+    """Check that the installed vLLM has what the connector needs of it.
+
+    1. Functions and methods take the parameters in METHODS, records have the FIELDS.
+    2. The implementations implement vLLM's interfaces completely, and take every call that the
+       interfaces allow.
 
     Args:
-        implementations: classes that must implement vLLM's interfaces completely.
+        implementations: kvd's subclasses of vLLM's interfaces.
 
     Raises:
         UnsupportedVllm: naming the first difference.
     """
-    for owner, name, parameters in METHODS:
+    check_parameters(METHODS)
+    for record, fields in FIELDS:
+        missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
+        require(record, *sorted(missing))  # what is no dataclass field may be an attribute
+    require(_ConnectorMetricName, "ALLOCATION_FAILURE")
+    require(EngineCoreRequestType, "WAKEUP")
+    for implementation in implementations:
+        if abstract := sorted(getattr(implementation, "__abstractmethods__", ())):
+            raise unsupported_error(
+                vllm.__version__,
+                f"it asks {implementation.__name__} for {', '.join(abstract)} as well",
+            )
+        _check_calls(implementation)
+
+
+def check_parameters(methods: tuple[tuple[type | ModuleType, str, str], ...]) -> None:
+    """Check that functions and methods take exactly these parameters.
+
+    Args:
+        methods: owners, names, parameters after `self`, separated by spaces.
+
+    Raises:
+        UnsupportedVllm: naming the first difference.
+    """
+    for owner, name, parameters in methods:
         require(owner, name)
         signature = inspect.signature(getattr(owner, name))
         actual = [parameter for parameter in signature.parameters if parameter != "self"]
@@ -147,18 +164,83 @@ def check(*implementations: type) -> None:
                 f"{owner.__name__}.{name} takes ({', '.join(actual)}),"
                 f" not ({', '.join(parameters.split())})",
             )
-    for record, fields in FIELDS:
-        missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
-        require(record, *sorted(missing))  # what is no dataclass field may be an attribute
-    require(_ConnectorMetricName, "ALLOCATION_FAILURE")
-    require(SleepModeBackendFactory, "_registry")
-    require(EngineCoreRequestType, "WAKEUP")
-    for implementation in implementations:
-        if abstract := sorted(getattr(implementation, "__abstractmethods__", ())):
-            raise unsupported_error(
-                vllm.__version__,
-                f"it asks {implementation.__name__} for {', '.join(abstract)} as well",
+
+
+def _check_calls(implementation: type) -> None:
+    """Check that a class takes every call that its base classes' public methods allow.
+
+    A method that no base class has is not checked: this release does not call it.
+
+    Raises:
+        UnsupportedVllm: naming the first method, and the parameter.
+    """
+    names = [name for name in vars(implementation) if not name.startswith("_")]
+    for base in implementation.__mro__[1:]:
+        for name in sorted(vars(base).keys() & names):
+            theirs, own = getattr(base, name), getattr(implementation, name)
+            method, own_method = f"{base.__name__}.{name}", f"{implementation.__name__}.{name}"
+            if callable(theirs) != callable(own):
+                kind = "a method" if callable(theirs) else "a property"
+                difference = f"{method} is {kind}, unlike {own_method}"
+                raise unsupported_error(vllm.__version__, difference)
+            if not callable(theirs):
+                continue
+            refused = refused_parameter(inspect.signature(theirs), inspect.signature(own))
+            if refused is not None:
+                raise unsupported_error(
+                    vllm.__version__,
+                    f"{method} allows calls that {own_method} does not take, because of the"
+                    f" parameter {refused}",
+                )
+
+
+def refused_parameter(interface: Signature, own: Signature) -> str | None:
+    """Return why a method does not take every call that an interface allows; None if it does.
+
+    1. A parameter of the interface has the same name in the method, the same place if it can be
+       passed by position, and a default if it has one in the interface. Or `*args` and `**kwargs`
+       stand for it.
+    2. The method's other parameters have defaults.
+
+    Returns:
+        The name of the first parameter that differs, the interface's or one of the method alone.
+    """
+    kinds = {parameter.kind for parameter in own.parameters.values()}
+    places, own_places = _names_by_position(interface), _names_by_position(own)
+    for name, parameter in interface.parameters.items():
+        match = own.parameters.get(name)
+        place = places.index(name) if name in places else None
+        if parameter.kind in _REST:
+            is_taken = parameter.kind in kinds
+        elif match is None or match.kind in _REST:
+            is_taken = Parameter.VAR_KEYWORD in kinds
+            if place is not None and is_taken:
+                is_taken = Parameter.VAR_POSITIONAL in kinds and place >= len(own_places)
+        elif place is not None:
+            is_taken = own_places[place : place + 1] == [name] and match.kind >= parameter.kind
+        else:
+            is_taken = (
+                name not in own_places[: len(places)]
+                and match.kind is not Parameter.POSITIONAL_ONLY
             )
+        if is_taken and match is not None and parameter.default is not Parameter.empty:
+            is_taken = not _is_required(match)
+        if not is_taken:
+            return name
+    for name, parameter in own.parameters.items():
+        if name not in interface.parameters and _is_required(parameter):
+            return name
+    return None
+
+
+def _names_by_position(signature: Signature) -> list[str]:
+    """Return the names of the parameters that can be passed by position."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, each in signature.parameters.items() if each.kind in kinds]
+
+
+def _is_required(parameter: Parameter) -> bool:
+    return parameter.default is Parameter.empty and parameter.kind not in _REST
 
 
 def require(owner: object, *names: str) -> None:

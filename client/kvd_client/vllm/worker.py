@@ -1,4 +1,4 @@
-"""A rank's side of vLLM's offloading interface, on a kvd `Worker`, with sleep mode.
+"""A rank's side of vLLM's offloading interface, on a kvd `Worker`.
 
 `get_finished` reports every submitted job once, as a success or a failure. After the start nothing
 raises, whatever happens to the daemon or the CUDA driver.
@@ -6,11 +6,8 @@ raises, whatever happens to the daemon or the CUDA driver.
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
 
-from vllm.config import ModelConfig
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -263,58 +260,3 @@ class KvdOffloadingWorker(OffloadingWorker):
         if line not in self._logged:
             self._logged.add(line)
             log.log(level, "%s", line)
-
-
-# --------------------------------------------------------------- sleep mode
-#
-# Memory that the daemon has mapped is not freed when vLLM frees it, and the memory that vLLM
-# allocates at the same addresses when it wakes up is other memory. vLLM does not tell connectors of
-# either. The memory is freed and allocated by a backend, which a rank's process creates by name
-# when it first needs one. In the factory, kvd replaces that backend by a subclass that notifies the
-# ranks of the process.
-
-KV_CACHE_TAG = "kv_cache"  # vLLM's tag for the memory of KV caches
-
-_RANKS: weakref.WeakSet[KvdOffloadingWorker] = weakref.WeakSet()
-
-
-class _NotifyingBackend(SleepModeBackend):
-    """Notifies the ranks of this process; the next class in the MRO does the work."""
-
-    def suspend(self, level: int = 1) -> None:
-        """Free the memory of weights and KV caches."""
-        for rank in tuple(_RANKS):
-            rank.release_memory()
-        super().suspend(level)
-
-    def resume(self, tags: list[str] | None = None) -> None:
-        """Allocate the memory with these tags again; None: all of it."""
-        super().resume(tags)
-        if tags is None or KV_CACHE_TAG in tags:
-            for rank in tuple(_RANKS):
-                rank.restore_memory()
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Free the memory with these tags."""
-        if KV_CACHE_TAG in tags:
-            for rank in tuple(_RANKS):
-                rank.release_memory()
-        super().discard(tags)
-
-
-def notify_of_sleep(rank: KvdOffloadingWorker, model_config: ModelConfig) -> None:
-    """Notify this rank from now on before its KV cache is freed and after it is allocated again.
-
-    Does nothing if the engine is not configured to free its KV cache.
-    """
-    if not (model_config.enable_sleep_mode or model_config.enable_cumem_allocator):
-        return
-    _RANKS.add(rank)
-    name = model_config.sleep_mode_backend
-    backend = SleepModeBackendFactory.get_backend_class(name)
-    if not issubclass(backend, _NotifyingBackend):
-        notifying = type(
-            backend.__name__, (_NotifyingBackend, backend), {"__module__": backend.__module__}
-        )
-        backends: dict[str, Callable[[], type]] = SleepModeBackendFactory._registry  # noqa: SLF001  # what the factory looks up
-        backends[name] = lambda: notifying
