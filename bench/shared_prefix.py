@@ -37,7 +37,8 @@ from kvd_tools.vllm_engine import VllmServer
 
 PREFIX_TOKENS, TAIL_TOKENS = 1024, 8
 MAX_TOKENS = 4
-STARTS, QUICK_STARTS, ROUNDS = 3, 1, 6
+STARTS, ROUNDS = 3, 6
+QUICK_STARTS, QUICK_ROUNDS = 1, 4
 LOADED_BYTES = "vllm:kv_offload_load_bytes"
 VARIANTS = (
     Variant(Way.GPU, 1),
@@ -138,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     work, norm = (WINDOWS, 0.0) if options.windows else (PREFIX, 1.0)
     signal.signal(signal.SIGTERM, terminate)
-    starts = QUICK_STARTS if options.quick else STARTS
+    starts, rounds = (QUICK_STARTS, QUICK_ROUNDS) if options.quick else (STARTS, ROUNDS)
     measured: dict[Variant, list[list[Round]]] = {variant: [] for variant in VARIANTS}
     console = Console(width=160)
     with (
@@ -153,7 +154,7 @@ def main() -> None:
                 logs = Path(place) / f"{number}-{variant}"
                 logs.mkdir()
                 with started(variant, model, logs, None, work.gpu_blocks) as engine:
-                    measured[variant].append(Asking(engine, work, seed=number).run())
+                    measured[variant].append(Asking(engine, work, seed=number).run(rounds))
     report(console, work, measured)
 
 
@@ -175,11 +176,11 @@ class Asking:
             prefix + self._tokens(1 + number, work.own_tokens) for number in range(work.requests)
         ]
 
-    def run(self) -> list[Round]:
-        """Store what is to be found, then ask for it; the first round is not measured."""
+    def run(self, rounds: int) -> list[Round]:
+        """Store what is to be found, then ask for it; a first round is not measured."""
         for beginning in self._beginnings if self._work.own_tokens else self._beginnings[:1]:
             self._started.engine.generate([beginning + self._tokens(1000, TAIL_TOKENS)])
-        return [self._ask(number) for number in range(1 + ROUNDS)][1:]
+        return [self._ask(number) for number in range(1 + rounds)][1:]
 
     def _ask(self, number: int) -> Round:
         """Send all requests at once, each with a tail of its own."""
@@ -253,7 +254,7 @@ def report(
         f"{os.cpu_count()} CPUs, {np.mean([each.others for each in everything]):.0f}% taken by"
         f" others, vLLM {vllm_version()}, {work.requests} requests of {PREFIX_TOKENS:,} +"
         f" {work.own_tokens} + {TAIL_TOKENS} tokens at once, {len(floor)} starts of each,"
-        f" {ROUNDS} rounds in each"
+        f" {len(floor[0])} rounds in each"
     )
     title = f"ms, median of rounds (lowest-highest start); {machine}"
     table = Table("prefix found in", *COLUMNS, "complete", "same answers", title=title)

@@ -18,6 +18,7 @@ from tests.vllm.support import (
     Setting,
     Traffic,
     ask_found,
+    chunks_of,
     compute_references,
     prompts,
     stored_chunks,
@@ -113,6 +114,25 @@ def test_windows_that_begin_inside_each_others_chunks_are_found(
     counters = namespace["counters"]
     assert counters["pins_late"] == 0  # no load was planned that could not be done
     assert counters["replaced"] >= len(edges)
+
+
+def test_prompts_that_begin_alike_are_found_at_once(
+    pair: Pair, module_dir: Path, start_daemon: StartDaemon
+) -> None:
+    """Each loads its own windows, beside the others' loads: the answers are as without kvd."""
+    engine, (prefix,) = pair.first, prompts(1, seed=5, tokens=256)
+    asked = [prefix + tail for tail in prompts(6, seed=6, tokens=144)]
+    engine.reset()
+    expected = ask_all(engine, asked)
+    daemon = start_daemon(where=module_dir)
+    wait_served(daemon, engine)
+    ask_found(engine, asked)
+    wait_stored(daemon)
+    engine.reset()
+    answers = engine.generate(asked)
+    check(answers, expected)
+    assert {answer.cached_tokens for answer in answers} == {CACHED_TOKENS}
+    eventually(lambda: not chunks_of(daemon)["pinned"])
 
 
 def test_engines_that_evict_each_others_chunks_answer_as_without(
