@@ -129,9 +129,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
         """Return how many tokens can be loaded; None: the request waits, such as for tiers."""
-        search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
         if not self.manager.scheduler.tiers:
-            return search()
+            num_tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
+            return num_tokens
+        search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
         return self.manager.tier_waits.search(req_status.req_context, search)
 
     def _lookup_complete_chunks(
