@@ -130,6 +130,8 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_collection(name: str, value: object, of: str) -> tuple[Any, ...]:
     """Return the items of an iterable as a tuple; text and bytes are no collections."""
+    if type(value) is tuple or type(value) is list:
+        return tuple(value)
     if isinstance(value, (bytes, bytearray, memoryview, str)) or not isinstance(value, Iterable):
         raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed, such as a list")
     try:

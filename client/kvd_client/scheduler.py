@@ -68,16 +68,16 @@ class Scheduler(SchedulerSession):
         The result is a hint: `prepare_load` decides. A key has 1 to 48 bytes. A chunk without all
         blocks `first`..`first + count - 1` is a MISS; without a count, all from `first` on.
         """
-        if first is _FIRST_BLOCK and count is None and key.__class__ is bytes:
+        if first is _FIRST_BLOCK and count is None and type(key) is bytes:
             # The common case, the hit of a whole chunk, is inlined, which halves its time. What is
             # not found here takes the general way below.
             words, mask, tries_left, records, floor, readers, num_blocks = self._hit_table
             hash32 = crc32(key)
-            i = 2 * hash32 + 1 & mask
-            while words[i] != hash32 and words[i - 1] and tries_left:
+            i = (hash32 & mask) * 2  # small numbers are fast
+            while words[i + 1] != hash32 and words[i] and tries_left:
                 tries_left -= 1
-                i = i + 2 & mask
-            slot_after, reassigned = words[i - 1], self._reassigned
+                i = (i // 2 + 1 & mask) * 2
+            slot_after = words[i]
             try:
                 read, whole = readers[len(key)]
                 generation, head, num_stored, stored = read(records, slot_after * RECORD_BYTES)
@@ -88,7 +88,7 @@ class Scheduler(SchedulerSession):
                 and stored == key
                 and head == whole
                 and generation > floor[0]
-                and not (reassigned and slot_after - 1 in reassigned)
+                and not ((reassigned := self._reassigned) and slot_after - 1 in reassigned)
             ):
                 self._totals.num_hits += 1
                 return _HIT

@@ -231,7 +231,8 @@ def check_keys(values: object) -> tuple[bytes, ...]:
     if len(keys) > MAX_KEYS:
         raise UsageError(f"{len(keys)} keys in one call: {MAX_KEYS} at most; split the call")
     for key in keys:
-        check_key(key)
+        if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
+            check_key(key)
     return keys
 
 

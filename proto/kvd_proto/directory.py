@@ -231,7 +231,7 @@ HitTable: TypeAlias = tuple[
 ]
 """See `DirectoryView.hit_table`."""
 _NO_WORDS = memoryview(bytes(8)).cast("I")
-NO_HITS: HitTable = (_NO_WORDS, 1, 1, memoryview(b""), _NO_WORDS, (), 0)
+NO_HITS: HitTable = (_NO_WORDS, 0, 1, memoryview(b""), _NO_WORDS, (), 0)
 """Of a directory without chunks."""
 
 _HEAD_FIELDS = [
@@ -332,16 +332,15 @@ class DirectoryView:
         """What a caller needs to find a whole READY chunk without a call; see `Scheduler.lookup`.
 
         1. The index as u4 words: of each entry the slot + 1 (0: none) and the hash.
-        2. A mask of word numbers, and how many entries to try.
+        2. A mask of the entries' numbers, and how many to try.
         3. The records behind one unused record, so that slot + 1 numbers them.
         4. The floor; a reader of records by key length, with the word to expect; blocks of a chunk.
         """
         header, memory = self.header, self._memory
         words = memory[header.index_offset : header.changes_offset].cast("I")
         records = memory[header.records_offset - RECORD_BYTES : header.index_offset]
-        mask = 2 * self._mask + 1
         limit, blocks = self._probe_limit, self.blocks_per_chunk
-        return words, mask, limit, records, self._floor, _HIT_READERS, blocks
+        return words, self._mask, limit, records, self._floor, _HIT_READERS, blocks
 
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""

@@ -395,5 +395,6 @@ class Stepping:
 
     def statistics(self) -> dict[str, float]:
         """The manager's statistics since the last time, by name and labels."""
-        figures: dict[str, float] = self.manager.get_stats().reduce()
+        stats = self.manager.get_stats()
+        figures: dict[str, float] = {} if stats is None else stats.reduce()
         return figures

@@ -366,3 +366,19 @@ def test_small_and_large_steps_are_kept_apart(stepping: Stepping, lender: Lender
     for tokens, seconds in ((17, 0.017), (600, 0.6), (4096, 0.512), (8, 0.008)):
         assert stepping.manager.tier_waits.speed.seconds(tokens) == pytest.approx(seconds)
     assert lender.prefill_seconds == pytest.approx(125e-6)
+
+
+# ------------------------------------------------------------------ statistics
+
+
+def test_whether_a_daemon_serves_is_told_when_it_changes(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """And once a second; a step with nothing to tell has no statistics."""
+    told = []
+    for attached, seconds in [(True, 0.0), (True, 0.9), (False, 0.0), (False, 1.0), (False, 0.5)]:
+        lender.attached = attached
+        stepping.now += seconds
+        told.append(stepping.statistics().get(metrics.ATTACHED))
+    assert told == [1, None, 0, 0, None]
+    assert stepping.manager.get_stats() is None

@@ -39,6 +39,8 @@ from kvd_client.vllm.promotions import TierWaits
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import MAX_KEYS
 
+REPORT_SERVED_SECONDS = 1.0
+
 _FULL = StoreAnswer.FULL
 _MISS, _HIT = DirectoryResult.MISS, DirectoryResult.HIT
 
@@ -104,6 +106,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._needed: dict[str, Mapping[OffloadKey, BlockRange]] = {}  # by request
         self._stats = OffloadingConnectorStats()
         self._config_info = config_info
+        self._reported_served, self._report_served_at = False, 0.0
 
     # -------------------------------------------------------------- requests
 
@@ -155,8 +158,9 @@ class KvdOffloadingManager(OffloadingManager):
             request waits. RETRY: a shared tier is asked for it, and the request waits. MISS: none
             of these, or the wait has timed out.
         """
-        scheduler, blocks = self.scheduler, self.ranges.minimum(key)
-        result = scheduler.lookup(key, *blocks)
+        scheduler, ranges = self.scheduler, self.ranges
+        blocks = ranges.minimum(key) if ranges.has_partial_chunks else ()
+        result = scheduler.lookup(key, *blocks) if blocks else scheduler.lookup(key)
         if result is _MISS and not scheduler.tiers:
             return LookupResult.MISS
         if key in self._hidden or req_context.req_id in self._load_failed:
@@ -344,12 +348,20 @@ class KvdOffloadingManager(OffloadingManager):
             self.scheduler.complete_load(ticket)
         self._flushed.clear()
 
-    def get_stats(self) -> OffloadingConnectorStats:
-        """Return the counts since the last call, and whether the daemon serves this engine."""
-        stats, self._stats = self._stats, OffloadingConnectorStats()
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the counts since the last call; None: nothing. vLLM calls this in every step.
+
+        Whether the daemon serves this engine is reported when it changes, and once a second.
+        """
+        now, is_served = time.monotonic(), self.scheduler.attached and self.scheduler.connected
+        if is_served is not self._reported_served or now >= self._report_served_at:
+            self._reported_served, self._report_served_at = is_served, now + REPORT_SERVED_SECONDS
+            self._stats.set_gauge(metrics.ATTACHED, int(is_served))
         for name, count in self.tier_waits.take_counts().items():
-            stats.increase_counter(name, count)
-        stats.set_gauge(metrics.ATTACHED, int(self.scheduler.attached and self.scheduler.connected))
+            self._stats.increase_counter(name, count)
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
     def config_info(self) -> list[Mapping[str, str | float]]:

@@ -287,6 +287,8 @@ class TierWaits:
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by metric."""
+        if not self._counts:
+            return {}
         counts, self._counts = self._counts, Counter()
         return dict(+counts)
 
@@ -379,12 +381,17 @@ class PrefillSpeed:
     A step's time begins when it was scheduled or when the step before it ended, whichever is later.
     So neither idle time nor other steps count, also if vLLM schedules a step while another runs.
     A step has a fixed cost, so sizes are kept apart by powers of two.
+
+    Attributes:
+        seconds_per_token: of a long prompt, by the largest steps; None: not measured yet.
     """
 
     def __init__(self) -> None:
         self._open: deque[tuple[int, float]] = deque()  # prompt tokens of a step, and its start
         self._last_end = 0.0
         self._sizes: dict[int, deque[float]] = {}  # by bits of the size: seconds a token
+        self._largest = 0  # of the sizes
+        self.seconds_per_token: float | None = None
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         """Start to measure a scheduled step.
@@ -404,8 +411,11 @@ class PrefillSpeed:
         now = time.monotonic()
         num_tokens, started = self._open.popleft()
         if num_tokens:
-            samples = self._sizes.setdefault(num_tokens.bit_length(), deque(maxlen=SAMPLES))
+            size = num_tokens.bit_length()
+            samples = self._sizes.setdefault(size, deque(maxlen=SAMPLES))
             samples.append((now - max(started, self._last_end)) / num_tokens)
+            if size >= self._largest:
+                self._largest, self.seconds_per_token = size, median(samples)
         self._last_end = now
 
     def seconds(self, num_tokens: int) -> float | None:
@@ -419,11 +429,6 @@ class PrefillSpeed:
         bits = num_tokens.bit_length()
         size = max((known for known in self._sizes if known <= bits), default=min(self._sizes))
         return num_tokens * median(self._sizes[size])
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Time for a token of a long prompt, by the largest steps; None: not measured yet."""
-        return median(self._sizes[max(self._sizes)]) if self._sizes else None
 
 
 def prompt_tokens(output: SchedulerOutput) -> int:

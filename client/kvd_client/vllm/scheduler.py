@@ -179,16 +179,24 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
         """Return how many tokens can be loaded; None: the request waits, such as for tiers."""
-        search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
         being_loaded = self._chunks_being_loaded
-        if being_loaded:
-            self._chunks_being_loaded = self._shared_loads.usable(being_loaded, req_status.req)
+        if not being_loaded:
+            return self._search(req_status, max_num_new_tokens)
+        self._chunks_being_loaded = self._shared_loads.usable(being_loaded, req_status.req)
         try:
-            if not self.manager.scheduler.tiers:
-                return search()
-            return self.manager.tier_waits.search(req_status.req_context, search)
+            return self._search(req_status, max_num_new_tokens)
         finally:
             self._chunks_being_loaded = being_loaded
+
+    def _search(
+        self, req_status: RequestOffloadState, max_num_new_tokens: int | None
+    ) -> int | None:
+        """Return how many tokens vLLM finds, in memory and in tiers; None: the request waits."""
+        if not self.manager.scheduler.tiers:
+            num_tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
+            return num_tokens
+        search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
+        return self.manager.tier_waits.search(req_status.req_context, search)
 
     def _lookup_complete_chunks(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
