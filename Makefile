@@ -210,4 +210,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-lmcache .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
