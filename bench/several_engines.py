@@ -7,6 +7,7 @@ too small for, while the cache's server is killed (SIGKILL) and started again.
 Every answer is compared with the one of an engine that computed the prompt itself.
 """
 
+import sys
 import tempfile
 import threading
 import time
@@ -40,8 +41,10 @@ ENGINES, PREFIXES = 4, 4  # of `engines`; prefixes of each engine
 
 KILLED_ENGINES, KILLED_PROMPTS = 2, 8
 KILLED_GPU_BLOCKS = 80  # two prompts
-BEFORE_SECONDS, DEAD_SECONDS, AFTER_SECONDS = 8.0, 15.0, 25.0
-LATE_SECONDS = 30.0  # then a request has no answer
+BEFORE_SECONDS, DEAD_SECONDS, AFTER_SECONDS = 6.0, 12.0, 20.0
+RETRY_SECONDS = 0.5
+ERROR_LETTERS = 300
+LATE_SECONDS = 15.0  # then a request has no answer
 
 Prompt = list[int]
 
@@ -124,6 +127,15 @@ def _ask(engine: VllmServer, prompt: Prompt) -> Completion:
     return answer
 
 
+def _fill(table: Table, ways: Sequence[Way], row: Callable[[Way], list[str]]) -> None:
+    """Add a row for each way and print the table, also where the run is ended before."""
+    try:
+        for way in ways:
+            table.add_row(str(way), *row(way))
+    finally:
+        Console(width=140).print(table)
+
+
 # ------------------------------------------------------------------ engines
 
 
@@ -138,9 +150,7 @@ def engines(ways: Sequence[Way]) -> None:
         "same answers",
         title=f"{ENGINES} engines at once, prompts of {FOUND_TOKENS:,} + {TAIL_TOKENS} tokens",
     )
-    for way in ways:
-        table.add_row(str(way), *_engines_row(way))
-    Console(width=120).print(table)
+    _fill(table, ways, _engines_row)
 
 
 def _engines_row(way: Way) -> list[str]:
@@ -196,13 +206,14 @@ def _engines_row(way: Way) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request; moments in seconds since the first one, no `answer` where it failed."""
+    """One request; moments in seconds since the first one; an answer, or why there is none."""
 
     engine: int
     prompt: int
     begin: float
     end: float
     answer: Completion | None
+    error: str = ""
 
     @property
     def first(self) -> float:
@@ -219,13 +230,11 @@ def killed(ways: Sequence[Way]) -> None:
         "failed",
         "longest first token, s",
         "first one found after restart, s",
+        "engines that serve then",
         "same answers",
         title=f"{KILLED_ENGINES} engines serve, their cache's server is killed",
     )
-    for way in ways:
-        if way is not Way.GPU:
-            table.add_row(str(way), *_killed_row(way))
-    Console(width=140).print(table)
+    _fill(table, [way for way in ways if way is not Way.GPU], _killed_row)
 
 
 def _killed_row(way: Way) -> list[str]:
@@ -235,6 +244,7 @@ def _killed_row(way: Way) -> list[str]:
     with _shared(way, KILLED_ENGINES, KILLED_GPU_BLOCKS) as shared:
         assert shared.cache is not None
         known = [_ask(shared.engines[0], prompt).tokens for prompt in prompts]
+        _ask(shared.engines[1], _tokens(KILLED_PROMPTS, count=FOUND_TOKENS))  # untimed, compiles
         time.sleep(SETTLE_SECONDS)
         asking = Asking(shared.engines, prompts)
         time.sleep(BEFORE_SECONDS)
@@ -250,6 +260,9 @@ def _killed_row(way: Way) -> list[str]:
         [r for r in requests if r.end >= killed_at and r.begin < back_at],
         [r for r in requests if r.begin >= back_at],
     ]
+    serving = {r.engine for r in phases[2] if r.answer is not None}
+    for why in {r.error[:ERROR_LETTERS]: None for r in requests if r.error}:
+        print(f"{way}: {why}", file=sys.stderr)
     recovered = [r.end for r in phases[2] if _found(r)]
     answered = [r for r in requests if r.answer is not None]
     same = sum(r.answer is not None and r.answer.tokens == known[r.prompt] for r in answered)
@@ -259,6 +272,7 @@ def _killed_row(way: Way) -> list[str]:
         ", ".join(f"{sum(r.answer is None for r in phase)}" for phase in phases),
         ", ".join(f"{max((r.first for r in phase), default=0):.2f}" for phase in phases),
         f"{min(recovered) - back_at:.1f}" if recovered else "never",
+        f"{len(serving)} of {KILLED_ENGINES}",
         f"{same} of {len(answered)}",
     ]
 
@@ -303,11 +317,14 @@ class Asking:
         while not self._ending.is_set() and engine.running:
             prompt = at % len(self._prompts)
             begin = self.now()
+            answer, why = None, ""
             try:
                 answer = _ask(engine, self._prompts[prompt])
-            except DemoError:
-                answer = None
-            self._requests.append(Asked(number, prompt, begin, self.now(), answer))
+            except DemoError as error:
+                why = str(error)
+            self._requests.append(Asked(number, prompt, begin, self.now(), answer, why))
+            if answer is None:
+                self._ending.wait(RETRY_SECONDS)
             at += 1
 
 
