@@ -25,7 +25,7 @@ def lmcache_python() -> str:
     """
     stamp = ENVIRONMENT / ".installed"
     made = stamp.stat().st_mtime if stamp.exists() else 0.0
-    if any(part.stat().st_mtime > made for part in RECIPE.iterdir()):
+    if any(part.stat().st_mtime > made for part in RECIPE.iterdir() if part.is_file()):
         command = [str(RECIPE / "environment.sh"), str(ENVIRONMENT), sys.prefix]
         subprocess.run(command, check=True, stdout=sys.stderr)
         stamp.touch()
