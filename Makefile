@@ -233,4 +233,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants build/vllm-tests $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-lmcache .venv-sglang .venv-routers $(CUDA12) bench/out build/check build/mutants build/vllm-tests $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,12 +29,13 @@ from harness import median
 from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, MODEL, Started, Variant, Way, started
-from vllm_ttft import BLOCKS_PER_CHUNK, OUT, terminate
+from vllm_ttft import OUT, terminate
 
 from kvd_tools.engine_server import Completion
 from kvd_tools.models import write_model
 from kvd_tools.vllm_engine import VllmServer
 
+BLOCKS_PER_CHUNK = 2
 PREFIX_TOKENS, TAIL_TOKENS = 1024, 8
 MAX_TOKENS = 4
 STARTS, ROUNDS = 3, 6
@@ -153,7 +154,7 @@ def main() -> None:
                 status.update(f"start {number + 1} of {starts}: {variant}")
                 logs = Path(place) / f"{number}-{variant}"
                 logs.mkdir()
-                with started(variant, model, logs, None, work.gpu_blocks) as engine:
+                with started(variant, model, logs, work.gpu_blocks) as engine:
                     measured[variant].append(Asking(engine, work, seed=number).run(rounds))
     report(console, work, measured)
 

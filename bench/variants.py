@@ -7,18 +7,16 @@ what is measured: from threads that compute, and from the lane.
 """
 
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness import Daemon, end
+from harness import Daemon
+from lmcache_server import LmcacheServer, lmcache_python
 from moments import MOMENTS_FILE, Moments
 
 import kvd_client
@@ -43,10 +41,7 @@ BLOCK_TOKENS = 32
 GPU_BLOCKS = 208
 MAX_MODEL_LEN = 2048
 STEP_TOKENS = 512  # a prompt takes several steps, so that storing it begins while it is computed
-LMCACHE_MODE = "lmcache_driven"  # the server copies, as kvd does; the other is slower here
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # or vLLM on a CPU refuses "uni"
-SERVER_SECONDS = 120.0
-POLL_SECONDS = 0.05
 
 
 class Way(StrEnum):
@@ -96,11 +91,7 @@ class Started:
 
 @contextmanager
 def started(
-    variant: Variant,
-    model: Path,
-    place: Path,
-    lmcache_python: str | None,
-    gpu_blocks: int = GPU_BLOCKS,
+    variant: Variant, model: Path, place: Path, gpu_blocks: int = GPU_BLOCKS
 ) -> Iterator[Started]:
     """Start it; everything is ended with the context.
 
@@ -108,7 +99,6 @@ def started(
         variant: which.
         model: its folder.
         place: an existing folder for logs.
-        lmcache_python: of an environment with vLLM and LMCache; for LMCache only.
         gpu_blocks: size of the engine's KV memory.
     """
     moments = Moments(place / "moments")
@@ -121,7 +111,12 @@ def started(
                 "blocks_per_chunk": variant.blocks_per_chunk,
                 "bytes": CPU_BYTES,
             }
-            transfer = _transfer("StampedOffloading", extra, "stamped")
+            transfer = {
+                "kv_connector": "StampedOffloading",
+                "kv_connector_module_path": "stamped",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
         elif variant.way is Way.KVD:
             daemon = stack.enter_context(Daemon(CPU_BYTES))
             transfer = kvd_transfer(
@@ -131,13 +126,10 @@ def started(
                 "kv_connector_module_path": "stamped",
             }
         elif variant.way is Way.LMCACHE:
-            assert lmcache_python is not None
-            python = lmcache_python
-            server = lmcache_server(python, variant.chunk_tokens, place / "lmcache-server.log")
-            port = stack.enter_context(server)
-            at = {"host": "tcp://localhost", "port": port, "mp_transfer_mode": LMCACHE_MODE}
-            extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
-            transfer = _transfer("LMCacheMPConnector", extra)
+            python = lmcache_python()
+            log = place / "lmcache-server.log"
+            server = LmcacheServer(python, variant.chunk_tokens, CPU_BYTES, log)
+            transfer = stack.enter_context(server).transfer()
         options = engine_options(model, transfer, {MOMENTS_FILE: str(moments.path)})
         options = replace(options, num_gpu_blocks=gpu_blocks)
         engine = stack.enter_context(VllmServer(options, place / "engine.log", python))
@@ -166,38 +158,3 @@ def engine_options(
             "uni",
         ],
     )
-
-
-def _transfer(connector: str, extra: Mapping[str, Any], module: str = "") -> dict[str, Any]:
-    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    return transfer | ({"kv_connector_module_path": module} if module else {})
-
-
-@contextmanager
-def lmcache_server(python: str, chunk_tokens: int, log: Path) -> Iterator[int]:
-    """LMCache's multiprocess server with the same chunks and room: its port."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-    command = [python, "-m", "lmcache.v1.multiprocess.server", "--port", str(port)]
-    command += ["--chunk-size", str(chunk_tokens), "--eviction-policy", "LRU"]
-    command += ["--l1-size-gb", f"{CPU_BYTES / 2**30:g}", "--no-l1-use-lazy"]
-    # The server's own default is not the engine's on CPU: the engine would wait for ever.
-    command += ["--supported-transfer-mode", LMCACHE_MODE, "--disable-observability"]
-    with log.open("w") as sink:
-        server = subprocess.Popen(command, stdout=sink, stderr=sink)
-        try:
-            _wait_listening(server, port, log)
-            yield port
-        finally:
-            end(server)
-
-
-def _wait_listening(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    end_of_patience = time.monotonic() + SERVER_SECONDS
-    while server.poll() is None and time.monotonic() < end_of_patience:
-        with suppress(OSError):
-            socket.create_connection(("localhost", port), 1).close()
-            return
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"LMCache's server does not listen: {log.read_text()[-2000:]}")

@@ -58,7 +58,9 @@ def add_what_only_kvd_has(manager: object) -> None:
     session = MagicMock(spec=Scheduler, name="session")  # named: not a part of a fake manager
     session.tiers = ()
     session.lookup.return_value = LookupResult.HIT
-    kvd_manager = KvdOffloadingManager(session, pending_timeout=1.0, seek_timeout=1.0)
+    kvd_manager = KvdOffloadingManager(
+        session, pending_timeout=1.0, seek_timeout=1.0, config_info={}
+    )
     for name in dir(kvd_manager):
         if not name.startswith("_") and not hasattr(OffloadingManager, name):
             setattr(manager, name, getattr(kvd_manager, name))
