@@ -42,7 +42,13 @@ from kvd_client.vllm.promotions import Search
 from kvd_client.vllm.refused_chunks import RefusedChunks
 from kvd_client.vllm.spec import KvdOffloadingSpec
 from kvd_client.vllm.step_loads import StepLoads, calling_scheduler, why_impossible
-from kvd_client.vllm.upstream import CONFIG_FIELDS, GROUP_FIELDS, require
+from kvd_client.vllm.upstream import (
+    CONFIG_FIELDS,
+    GROUP_FIELDS,
+    STEP_LOAD_METHODS,
+    check_parameters,
+    require,
+)
 from kvd_proto.messages import MAX_KEYS
 
 log = get_logger("kvd_client.vllm")
@@ -121,6 +127,9 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             if "sync_load_budget_bytes" in self.config._fields:
                 self.config = self.config._replace(sync_load_budget_bytes=0)
             return None
+        check_parameters(STEP_LOAD_METHODS)
+        require(self, "_current_batch_sync_loads")
+        require(scheduler, "requests", "running", "prev_step_scheduled_req_ids")
         return StepLoads(
             scheduler, self.config.num_workers, self.config.tokens_per_hash, self._req_status
         )

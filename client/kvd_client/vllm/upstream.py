@@ -29,8 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformTypeKVCacheSpecs
@@ -74,6 +76,8 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingConnectorWorker, "__init__", "spec vllm_config kv_cache_config"),
     (OffloadingConnectorWorker, "build_connector_worker_meta", ""),
     (OffloadingConnectorWorker, "register_kv_caches", "kv_caches"),
+    (OffloadingConnectorWorker, "start_kv_transfers", "metadata"),
+    (OffloadingConnectorWorker, "prepare_store_kv", "metadata"),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
     # handles WAKEUP from the input queue: an idle engine calls has_pending_push_work
@@ -85,6 +89,18 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
         "request start_token_idx end_token_idx start_mm_idx",
     ),
     (kv_cache_utils, "to_event_extra_keys", "extra_keys"),
+)
+# What loads within a step use besides, where the engine has them.
+STEP_LOAD_METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
+    (
+        OffloadingConnectorScheduler,
+        "_reserve_sync_load",
+        "req_status num_computed_tokens num_hit_tokens",
+    ),
+    (Scheduler, "_preempt_request", "request timestamp drop_stale_output"),
+    (BlockPool, "touch", "blocks"),
+    (BlockPool, "free_blocks", "ordered_blocks"),
+    (BlockPool, "evict_blocks", "block_ids"),
 )
 # Fields of dataclasses that are read or written.
 FIELDS: tuple[tuple[type, str], ...] = (
