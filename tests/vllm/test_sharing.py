@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import vllm
 
+from kvd_client.vllm.options import release
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import StartDaemon
 from tests.engine_answers import TEST_SECONDS, ask_all, check, check_equal
@@ -113,7 +115,10 @@ def test_windows_that_begin_inside_each_others_chunks_are_found(
     (namespace,) = daemon.status()["namespaces"]
     counters = namespace["counters"]
     assert counters["pins_late"] == 0  # no load was planned that could not be done
-    assert counters["replaced"] >= len(edges)
+    if release(vllm.__version__) == "0.32":
+        assert counters["replaced"] >= len(edges)
+    else:  # a chunk that lacks needed blocks is not stored at all
+        assert counters["replaced"] == 0
 
 
 def test_prompts_that_begin_alike_are_found_at_once(
