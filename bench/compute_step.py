@@ -2,15 +2,17 @@
 
 A vLLM engine on CPU is asked for one prompt with ever new last tokens. A hit is loaded, or found in
 the same blocks of the engine's own cache; before the step that computes the tokens left, processor
-caches are emptied, pages are touched, or nothing happens for a while (`step_probe.py`). Prints the
-time of that step, its thread's processor time, page faults and changes of context, and the time to
-the first token, by case: in engines on kvd, with the copy inside, and without a connector, of which
-only the last figure is known. Each is started several times, in rotated order. Runs with the Python
-of an environment with vLLM: `.venv-vllm/bin/python bench/compute_step.py`.
+caches are emptied, pages are touched, the core works, or nothing happens for a while
+(`step_probe.py`). Prints the time of that step, its thread's processor time, page faults and
+changes of context, and the time to the first token, by case: in engines on kvd, with the copy
+inside, and without a connector, of which only the last figure is known. Each is started several
+times, in rotated order. Runs with the Python of an environment with vLLM:
+`.venv-vllm/bin/python bench/compute_step.py`.
 """
 
 import argparse
 import json
+import signal
 import tempfile
 import time
 from collections import defaultdict
@@ -24,6 +26,7 @@ from harness import Daemon, median
 from rich.console import Console
 from rich.table import Table
 from variants import CPU_BYTES, MODEL, engine_options
+from vllm_ttft import terminate
 
 from kvd_tools.models import write_model
 from kvd_tools.vllm_engine import VllmServer, kvd_transfer
@@ -36,6 +39,8 @@ STEPS_FILE, DISTURB_FILE = "KVD_BENCH_STEPS", "KVD_BENCH_DISTURB"
 CASES = (
     ("loaded", True, ""),
     ("own cache", False, ""),
+    ("loaded, then 15 ms of work", True, "work"),
+    ("own cache, 15 ms of work", False, "work"),
     ("loaded, caches emptied", True, "evict"),
     ("own cache, caches emptied", False, "evict"),
     ("loaded, then 50 ms of rest", True, "pause"),
@@ -45,6 +50,7 @@ CASES = (
 )
 PLAIN = "no connector"
 ENGINES = ("kvd", "kvd, vLLM's own KV layout", "in-process", PLAIN)
+FEW = 4
 FRESH = "loaded into blocks never used"
 FIGURES = ("wall_ms", "processor_ms", "faults", "preempted", "waited", "first_ms")
 Step = dict[str, float]
@@ -57,24 +63,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--starts", type=int, default=STARTS)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--undisturbed", action="store_true", help="only the first two cases")
+    parser.add_argument("--few", action="store_true", help="only the first four cases")
     options = parser.parse_args()
-    cases = CASES[:2] if options.undisturbed else CASES
+    signal.signal(signal.SIGTERM, terminate)
+    cases = CASES[:FEW] if options.few else CASES
     steps: dict[str, dict[str, list[Step]]] = {name: defaultdict(list) for name in options.engines}
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as place:
-        model = write_model(Path(place) / "model", MODEL)
-        for start in range(options.starts):
-            turn = start % len(steps)
-            for name in (*options.engines[turn:], *options.engines[:turn]):
-                folder = Path(place) / f"{start}-{name}"
-                folder.mkdir()
-                own = [case for case in cases if not case[1]]
-                with _engine(name, model, folder) as engine:
-                    asking = Asking(engine, folder, own if name == PLAIN else cases)
-                    for case, measured in asking.run(options.rounds).items():
-                        steps[name][case] += measured
-    for name, measured_steps in steps.items():
-        _show(name, measured_steps)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvd-bench-") as place:
+            model = write_model(Path(place) / "model", MODEL)
+            for start in range(options.starts):
+                turn = start % len(steps)
+                for name in (*options.engines[turn:], *options.engines[:turn]):
+                    folder = Path(place) / f"{start}-{name}"
+                    folder.mkdir()
+                    own = [case for case in cases if not case[1]]
+                    with _engine(name, model, folder) as engine:
+                        asking = Asking(engine, folder, own if name == PLAIN else cases)
+                        for case, measured in asking.run(options.rounds).items():
+                            steps[name][case] += measured
+    finally:  # also where the run is ended before
+        for name, measured_steps in steps.items():
+            _show(name, measured_steps)
 
 
 @contextmanager

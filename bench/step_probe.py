@@ -21,7 +21,7 @@ from kvd_client.vllm import KvdConnector
 
 STEPS_FILE, DISTURB_FILE = "KVD_BENCH_STEPS", "KVD_BENCH_DISTURB"
 EVICT_BYTES = 2**28  # of memory that nothing else uses: several times a processor's caches
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS, WORK_SECONDS = 0.05, 0.015
 PAGE_BYTES = 4096
 
 
@@ -90,5 +90,9 @@ def _disturb(file: Path) -> None:
         for cache in _Process.kv_caches:
             view = torch.empty(0, dtype=torch.int64).set_(cache.untyped_storage()).numpy()
             view.sum()
+    elif what == "work":
+        end = time.perf_counter() + WORK_SECONDS
+        while time.perf_counter() < end:
+            pass
     elif what == "pause":
         time.sleep(PAUSE_SECONDS)
