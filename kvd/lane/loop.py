@@ -117,7 +117,7 @@ class LaneService:
                 moved = self._runner.run_once()
                 self._reporter.report_ended()
                 self._reporter.forget_ended_connections()
-                if self._reporter.shares_due:  # after the replies, since waking the broker is slow
+                if self._reporter.shares.due:  # after the replies, since waking the broker is slow
                     self._reporter.send_shares()
                 nap = self._back_off(nap, busy=moved or has_orders or has_requests)
                 if moved and len(self._runner) and not self._device.needs_pinning:

@@ -1,9 +1,10 @@
 """Messages that the lane sends: replies and Dones to workers, stored shares to the broker.
 
-Waking the broker costs more than a small copy, so shares wait for others for a millisecond, and
-until the current piece has moved. Shares of many jobs travel in one message, since reading one
-costs the broker as much as everything else it does for a share. All other messages to the broker
-go behind the shares that wait: a write is reported before anything that depends on it.
+Waking the broker costs more than a small copy, and on few cores delays the next job. So shares wait
+for others until none has come for a millisecond, five milliseconds at most, and until the current
+piece has moved. Shares of many jobs travel in one message, since reading one costs the broker as
+much as everything else it does for a share. All other messages to the broker go behind the shares
+that wait: a write is reported before anything that depends on it.
 """
 
 import time
@@ -27,7 +28,7 @@ from kvd_proto.jobs import Chunks, IntArray
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
-SHARES_WAIT_MS = 1
+SHARES_WAIT_MS, LONGEST_SHARES_WAIT_MS = 1, 5  # since the latest share, since the oldest one
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
 _ITEM_BYTES = (4, 8, 2, 2, 2)  # of slots, generations, first, count, groups: Chunks.columns
 _ShareKey: TypeAlias = tuple[int, int, bytes, bool]
@@ -39,12 +40,18 @@ class ShareBuffer:
 
     def __init__(self) -> None:
         self._pending: dict[_ShareKey, list[Chunks]] = {}
-        self._since = 0.0
+        self._oldest_at = self._latest_at = 0.0
 
     @property
-    def age_seconds(self) -> float:
-        """Seconds since the first pending share was added."""
-        return time.monotonic() - self._since
+    def due(self) -> bool:
+        """Whether shares are pending and have waited long enough for others."""
+        if not self._pending:
+            return False
+        now = time.monotonic()
+        return (
+            now >= self._latest_at + SHARES_WAIT_MS / 1e3
+            or now >= self._oldest_at + LONGEST_SHARES_WAIT_MS / 1e3
+        )
 
     def add(
         self,
@@ -58,8 +65,9 @@ class ShareBuffer:
         """Add these of a job's chunks: stored, or given up if not `ok`."""
         if not indices:
             return
+        self._latest_at = time.monotonic()
         if not self._pending:
-            self._since = time.monotonic()
+            self._oldest_at = self._latest_at
         key = worker.order.session, worker.order.rank, binding.order.namespace, ok
         if len(indices) < len(chunks):
             chunks = Chunks(
@@ -234,8 +242,3 @@ class Reporter:
         """
         for share in self.shares.take():
             self.link.send(LINK.encode(share))
-
-    @property
-    def shares_due(self) -> bool:
-        """Whether shares are pending and have waited long enough."""
-        return bool(self.shares) and self.shares.age_seconds >= SHARES_WAIT_MS / 1e3

@@ -27,6 +27,7 @@ MAX_UNSENT_DESCRIPTORS = 2**14
 """Default bounds of the queue of unsent messages."""
 _SCM_MAX_FD = 253  # net/scm.h; not in Python's socket
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
+_TRUNCATED = int(socket.MSG_CTRUNC)  # & of an enum takes microseconds
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 _SPLIT_DESCRIPTORS = "descriptors with two parts of one message; send all with the first byte"
 
@@ -192,7 +193,7 @@ class Channel:
                 size, ancillary, flags, _ = self._recvmsg_into(
                     self._buffers, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
-                if ancillary or flags & socket.MSG_CTRUNC:
+                if ancillary or flags & _TRUNCATED:
                     return self._receive_with_descriptors(size, ancillary, flags)
             else:
                 size = self._recv_into(self._scratch)
@@ -217,7 +218,7 @@ class Channel:
         self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> ReceivedFrame | None:
         end = self._decoder.consumed + self.undecoded_bytes + size
-        truncated = bool(flags & socket.MSG_CTRUNC)
+        truncated = bool(flags & _TRUNCATED)
         self._received_fds.append((end, _descriptors_in(ancillary), truncated))
         received = self._decode(size)
         self.more = True

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvd.lane import jobs
+from kvd.lane import jobs, reports
 from kvd.lane.cuda.copies import PoolSide, prepare
 from kvd.lane.device import PreparedRuns
 from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits, Urgency
@@ -296,3 +296,25 @@ def test_a_store_awaits_the_broker_while_a_slot_is_on_loan_for_it(
     for few in (0, 100):
         with mock.patch.object(jobs, "SMALL_BATCH", few):
             assert jobs.any_on_loan(heads, generations) is unread
+
+
+def test_shares_wait_for_others_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that no other follows leaves after a millisecond, the first of a stream after five."""
+    now_us, shares = 0, reports.ShareBuffer()
+    chunks = Chunks(array("I", [1]), array("Q", [2]), *[array("H", [0]) for _ in range(3)])
+    clock = mock.Mock(monotonic=lambda: now_us / 1e6)
+    monkeypatch.setattr(reports, "time", clock)
+
+    def due_after(pause_us: int) -> int:
+        nonlocal now_us
+        begin = now_us
+        while not shares.due:
+            if (now_us - begin) % pause_us == 0:
+                shares.add(mock.Mock(), mock.Mock(), chunks, [0], ok=True)
+            now_us += 100
+        shares.take()
+        return now_us - begin
+
+    assert not shares.due
+    assert due_after(10_000) == 1000
+    assert due_after(500) == 5000
