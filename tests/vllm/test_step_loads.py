@@ -5,6 +5,7 @@ import signal
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,12 +239,37 @@ def test_a_rank_stores_nothing_that_was_computed_from_a_late_load() -> None:
     assert lane.submitted == [1, 3, 4]
 
 
+def test_a_hit_that_is_not_taken_begins_no_load(blocks: Blocks) -> None:
+    """A request may be admitted without the tokens that it was offered."""
+    blocks.come("capped")
+    assert blocks.stepping.ask("capped") == (2 * SHORT_BLOCK, False)
+    request = blocks.stepping.requests["capped"]
+    blocks.stepping.half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
+    blocks.come("next")
+    blocks.admit("next")
+    assert len(blocks.stepping.step(next=SHORT_BLOCK) | blocks.stepping.jobs) == 1
+
+
+@pytest.mark.parametrize("field", ["seed", "prompt_logprobs"])
+def test_what_cannot_be_sampled_again_is_loaded_beside_the_steps(
+    blocks: Blocks, field: str
+) -> None:
+    """A seeded generator and the prompt's log-probabilities cannot be taken back."""
+    request = blocks.come("once")
+    setattr(request.sampling_params, field, 1)
+    assert blocks.stepping.ask("once") == (2 * SHORT_BLOCK, True)
+
+
 @pytest.mark.parametrize(
     ("change", "obstacle"),
     [
         ({"scheduler_config.async_scheduling": True}, "it needs --no-async-scheduling"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stages"),
+        ({"parallel_config.distributed_executor_backend": "external_launcher"}, "its ranks do not"),
+        ({"parallel_config.enable_fault_tolerance": True}, "its ranks do not report together"),
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, "the engine records more"),
         ({}, "several groups"),
+        ({}, "all ranks hold the same KV"),
         ({}, ""),
     ],
 )
@@ -255,9 +281,9 @@ def test_an_engine_that_cannot_start_over_loads_as_before(
     config, cache, _ = configured(tmp_path, full(["a", "b"]), *groups)
     config.scheduler_config.async_scheduling = False
     for path, value in change.items():
-        owner, name = path.split(".")
-        setattr(getattr(config, owner), name, value)
-    reason = why_impossible(config, cache)
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(config, owner) if owner else config, name, value)
+    reason = why_impossible(config, cache, replicated=obstacle.startswith("all ranks hold"))
     assert obstacle in reason
     assert bool(reason) == bool(obstacle)
 

@@ -118,7 +118,9 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         """Return what keeps loads within a step right; None: this engine has none."""
         if not spec.options.sync_load_budget_bytes:
             return None
-        obstacle = why_impossible(vllm_config, kv_cache_config)
+        obstacle = why_impossible(
+            vllm_config, kv_cache_config, replicated=spec.config.replicated_layout
+        )
         scheduler = calling_scheduler()
         if scheduler is None:
             obstacle = obstacle or "the connector was not created by vLLM's scheduler"
@@ -179,7 +181,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         num_hit_tokens: int | None,
     ) -> bool:
         """Return whether the hit is loaded within the step: it fits vLLM's limit, and may begin."""
-        if self._step_loads is None or not self._step_loads.may_begin(req_status.req.request_id):
+        if self._step_loads is None or not self._step_loads.may_begin(req_status.req):
             return False
         reserved: bool = super()._reserve_sync_load(req_status, num_computed_tokens, num_hit_tokens)
         return reserved
@@ -247,7 +249,11 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.set_needed(request.request_id, needed)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._step_loads is not None and request.request_id in self._current_batch_sync_loads:
+        if (
+            num_external_tokens
+            and self._step_loads is not None
+            and request.request_id in self._current_batch_sync_loads
+        ):
             first_token = self._req_status[request.request_id].num_locally_computed_tokens
             self._step_loads.begin(request, first_token, self._current_batch_load_jobs)
             self.manager.count(metrics.STEP_LOADS)

@@ -13,7 +13,8 @@ may be used:
 - A load that is late may still write. Its blocks are held until all ranks have reported it.
 
 vLLM reports invalid blocks without their group, and a request that another batch computes already
-cannot start over. So loads within a step need one group, and one batch at a time.
+cannot start over. So loads within a step need one group, and one batch at a time. Where ranks store
+the same KV for one another, the rank that stores a chunk may not be the one whose load was late.
 """
 
 import inspect
@@ -34,17 +35,33 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 
-def why_impossible(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return why this engine cannot load within a step; "" if it can."""
-    if not hasattr(OffloadingConnectorScheduler, "_reserve_sync_load"):
-        return "it needs vLLM 0.33"
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        return "this model has several groups of KV caches"
-    if vllm_config.scheduler_config.async_scheduling:
-        return "it needs --no-async-scheduling"
-    if vllm_config.max_concurrent_batches > 1:
-        return "pipeline stages compute several batches at a time"
-    return ""
+def why_impossible(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, replicated: bool
+) -> str:
+    """Return why this engine cannot load within a step; "" if it can.
+
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: of its KV cache.
+        replicated: all ranks hold the same KV, and one of them stores a chunk.
+    """
+    parallel = vllm_config.parallel_config
+    aux_output = getattr(vllm_config, "aux_output_config", None)
+    obstacles = {
+        "it needs vLLM 0.33": not hasattr(OffloadingConnectorScheduler, "_reserve_sync_load"),
+        "this model has several groups of KV caches": len(kv_cache_config.kv_cache_groups) > 1,
+        "it needs --no-async-scheduling": vllm_config.scheduler_config.async_scheduling,
+        "pipeline stages compute several batches at a time": (
+            vllm_config.max_concurrent_batches > 1
+        ),
+        "all ranks hold the same KV, and store it for one another": replicated,
+        "the engine records more than tokens": aux_output is not None and aux_output.enabled,
+        "its ranks do not report together": (
+            parallel.distributed_executor_backend == "external_launcher"
+            or parallel.enable_fault_tolerance
+        ),
+    }
+    return next((obstacle for obstacle, is_so in obstacles.items() if is_so), "")
 
 
 @dataclass(slots=True)
@@ -86,9 +103,18 @@ class StepLoads:
     _unreported: dict[int, _StepLoad] = field(default_factory=dict)
     _step: list[_StepLoad] = field(default_factory=list)
 
-    def may_begin(self, req_id: str) -> bool:
-        """Return whether the request may load within the step: no load is late, nor was its own."""
-        is_late = len(self._unreported) > len(self._step) or req_id in self._late
+    def may_begin(self, request: Request) -> bool:
+        """Return whether the request may load within the step.
+
+        No load is late, nor was its own. Its sampling can be repeated: a seeded generator, and
+        log-probabilities of the prompt, cannot be taken back.
+        """
+        sampling = request.sampling_params
+        if sampling is not None and (
+            sampling.seed is not None or sampling.prompt_logprobs is not None
+        ):
+            return False
+        is_late = len(self._unreported) > len(self._step) or request.request_id in self._late
         return self.pool is not None and not is_late
 
     def shares_blocks(self, request: Request, num_computed_tokens: int) -> bool:
@@ -132,7 +158,6 @@ class StepLoads:
         if load is None:
             return None
         self._take_back(load)
-        self._late.add(load.req_id)
         return load.req_id
 
     def forget(self, req_id: str) -> None:
@@ -150,6 +175,7 @@ class StepLoads:
         self.pool.evict_blocks(wrong - {0})
         request = self.scheduler.requests.get(load.req_id)
         if request is not None and request.status == RequestStatus.RUNNING:
+            self._late.add(load.req_id)
             self.scheduler.running.remove(request)
             self.scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001
             # As after a reset of running requests: ranks get the whole request anew.
