@@ -31,6 +31,8 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingWorker
 
@@ -44,6 +46,8 @@ from kvd_client.vllm.worker import KvdOffloadingWorker
 VllmScheduler = scheduler.OffloadingConnectorScheduler
 VllmWorker = worker.OffloadingConnectorWorker
 
+# Loads within the step are possible; how many bytes is what a test sets in the half's `config`.
+OPTIONS = VllmOptions(sync_load_budget_bytes=1)
 RELEASES = Path(__file__).with_name("releases.toml")
 
 
@@ -67,7 +71,7 @@ def kvd_manager() -> KvdOffloadingManager:
 
 def kvd_worker() -> KvdOffloadingWorker:
     """Return kvd's worker without jobs."""
-    return KvdOffloadingWorker(None, (), 1, VllmOptions(), register=lambda _: None)
+    return KvdOffloadingWorker(None, (), 1, OPTIONS, register=lambda _: None)
 
 
 def add_what_only_kvd_has(fake: object, part: object, interface: type) -> None:
@@ -83,6 +87,9 @@ class EventsOfFakes:
     def __init__(self, half: KvdConnectorScheduler) -> None:
         self._half = half
 
+    def watch(self, gpu_block_pool: BlockPool) -> None:
+        """Do nothing: there are no events of the engine's own cache."""
+
     def take(self, *, idle: bool) -> Iterable[KVCacheEvent]:
         """Return what vLLM's own half would."""
         assert not idle
@@ -94,7 +101,7 @@ class SchedulerOverFakes(KvdConnectorScheduler):
     """kvd's half in the scheduler, over vLLM's fakes."""
 
     def __init__(self, spec: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        spec.publishes, spec.options = False, VllmOptions()
+        spec.publishes, spec.options = False, OPTIONS
         if isinstance(vllm_config, MagicMock):
             vllm_config.num_hash_lookahead_tokens = 0
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -135,6 +142,13 @@ class WorkerOverFakes(KvdConnectorWorker):
         return set(), results.finished_recving
 
 
+def bind_gpu_block_pool(connector: OffloadingConnector, gpu_block_pool: BlockPool) -> None:
+    """Pass the pool on, as `KvdConnector` does."""
+    if connector.connector_scheduler is not None:
+        connector.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+
+OffloadingConnector.bind_gpu_block_pool = bind_gpu_block_pool
 for module in (scheduler, offloading_connector):
     module.OffloadingConnectorScheduler = SchedulerOverFakes
 for module in (worker, offloading_connector):
