@@ -71,27 +71,27 @@ class Scheduler(SchedulerSession):
         if first is _FIRST_BLOCK and count is None and type(key) is bytes:
             # The common case, the hit of a whole chunk, is inlined, which halves its time. What is
             # not found here takes the general way below.
-            words, mask, tries_left, records, floor, readers, num_blocks = self._hit_table
+            words, mask, tries_left, records, floor, readers = self._hit_table
             hash32 = crc32(key)
             i = (hash32 & mask) * 2  # small numbers are fast
             while words[i + 1] != hash32 and words[i] and tries_left:
                 tries_left -= 1
                 i = (i // 2 + 1 & mask) * 2
-            slot_after = words[i]
+            slot_after, reassigned = words[i], self._reassigned
             try:
                 read, whole = readers[len(key)]
-                generation, head, num_stored, stored = read(records, slot_after * RECORD_BYTES)
+                generation, head, stored = read(records, slot_after * RECORD_BYTES)
             except (IndexError, struct.error):  # a key too long, or a slot that is none
-                num_stored = -1
-            if (
-                num_stored == num_blocks
-                and stored == key
-                and head == whole
-                and generation > floor[0]
-                and not ((reassigned := self._reassigned) and slot_after - 1 in reassigned)
-            ):
-                self._totals.num_hits += 1
-                return _HIT
+                pass
+            else:
+                if (
+                    stored == key
+                    and head == whole
+                    and generation > floor[0]
+                    and not (reassigned and slot_after - 1 in reassigned)
+                ):
+                    self._totals.num_hits += 1
+                    return _HIT
         check_key(key)
         if first is not _FIRST_BLOCK or count is not None:
             check_blocks(first, count)
@@ -108,11 +108,7 @@ class Scheduler(SchedulerSession):
 
     def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
         """Return `lookup` of every key, in order."""
-        if keys.__class__ is not list and keys.__class__ is not tuple:
-            keys = check_collection("keys", keys, "keys")
-        for key in keys:
-            check_key(key)
-        return list(map(self.lookup, keys))
+        return list(map(self.lookup, check_collection("keys", keys, "keys")))
 
     def cached_blocks(self, key: bytes) -> BlockRange | None:
         """Return which blocks a READY chunk has, as (first, count); None if it is not READY.

@@ -214,24 +214,20 @@ SLOT_MASK = 0xFFFF_FFFF
 
 # By key length: read generation, state, key length, first block, count of blocks, and key at once.
 KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
-# By key length: read generation, a word of state, key length and first block, count of blocks, and
-# key at once; and the word of a READY chunk from its first block on. No key has length 0.
-_HIT_READERS = tuple(
-    (struct.Struct(f"<Q12xIH6x{n}s").unpack_from, 2 | n << 8 if n else -1)
-    for n in range(KEY_BYTES + 1)
-)
+# By key length: read generation, the bytes from state to count of blocks, and key at once.
+_HIT_READERS = tuple(struct.Struct(f"<Q12x6s6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
+_WHOLE = struct.Struct("<BBHH")
 HitTable: TypeAlias = tuple[
     "memoryview[int]",
     int,
     int,
     memoryview,
     "memoryview[int]",
-    tuple[tuple[Callable[[memoryview, int], tuple[Any, ...]], int], ...],
-    int,
+    tuple[tuple[Callable[[memoryview, int], tuple[Any, ...]], bytes], ...],
 ]
 """See `DirectoryView.hit_table`."""
 _NO_WORDS = memoryview(bytes(8)).cast("I")
-NO_HITS: HitTable = (_NO_WORDS, 0, 1, memoryview(b""), _NO_WORDS, (), 0)
+NO_HITS: HitTable = (_NO_WORDS, 0, 1, memoryview(b""), _NO_WORDS, ())
 """Of a directory without chunks."""
 
 _HEAD_FIELDS = [
@@ -333,14 +329,16 @@ class DirectoryView:
 
         1. The index as u4 words: of each entry the slot + 1 (0: none) and the hash.
         2. A mask of the entries' numbers, and how many to try.
-        3. The records behind one unused record, so that slot + 1 numbers them.
-        4. The floor; a reader of records by key length, with the word to expect; blocks of a chunk.
+        3. The records behind one unused record, so that slot + 1 numbers them; the floor.
+        4. By key length a reader of records, and what it reads of a whole READY chunk.
         """
-        header, memory = self.header, self._memory
+        header, memory, blocks = self.header, self._memory, self.blocks_per_chunk
         words = memory[header.index_offset : header.changes_offset].cast("I")
         records = memory[header.records_offset - RECORD_BYTES : header.index_offset]
-        limit, blocks = self._probe_limit, self.blocks_per_chunk
-        return words, self._mask, limit, records, self._floor, _HIT_READERS, blocks
+        # No key has length 0: of that no record is whole.
+        whole = [_WHOLE.pack(_READY, n, 0, blocks) if n else b"" for n in range(KEY_BYTES + 1)]
+        readers = tuple(zip(_HIT_READERS, whole, strict=True))
+        return words, self._mask, self._probe_limit, records, self._floor, readers
 
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""
