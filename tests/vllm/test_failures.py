@@ -15,6 +15,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.engine_answers import TEST_SECONDS, check, check_equal
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
+    BLOCK,
     CACHED_TOKENS,
     SHORT,
     References,
@@ -35,6 +36,7 @@ from tests.waiting import eventually
 DENSE = Setting("dense")
 LOAD_TIMEOUT, PREEMPTION_TIMEOUT = 10.0, 2.0  # of lanes that stand still
 ROUNDS = 10  # of asking the same prompts
+LOADS, WAITING = "vllm:kv_offload_load_size_count", "vllm:num_requests_waiting"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -243,6 +245,36 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(served: Serve
         if {answer.cached_tokens for answer in answers} == {CACHED_TOKENS}:
             return
     pytest.fail(f"not all of it is stored: {[answer.cached_tokens for answer in answers]}")
+
+
+@pytest.mark.parametrize("lane", ["works", "killed"])
+def test_requests_with_one_prefix_share_a_load(served: Served, lane: str) -> None:
+    """All that come at once find the prefix by one load; if it fails, they are answered as well."""
+    engine, daemon = served.engine, served.daemon
+    (prefix,) = prompts(1, seed=5, tokens=8 * BLOCK)
+    asked = [prefix + tail for tail in prompts(16, seed=6, tokens=8)]
+    skip = {"max_offload_tokens": 0, "max_load_tokens": 0}
+    engine.reset()
+    expected = [engine.generate([prompt], kv_transfer_params=skip)[0] for prompt in asked]
+    ask_found(engine, asked[:1], len(prefix))
+    wait_stored(daemon)
+    engine.reset()
+    loads, failures = engine.metric(LOADS), engine.metric(LOAD_FAILURES)
+
+    pid = served.freeze_lane()
+    running = [engine.submit(prompt) for prompt in asked]
+    eventually(lambda: engine.metric(WAITING), float(len(asked)).__eq__)
+    served.wait_chunks("pinned")
+    if lane == "killed":
+        os.kill(pid, signal.SIGKILL)
+    served.thaw()
+    answers = results(running)
+    check(answers, expected)
+    if lane == "works":
+        assert {answer.cached_tokens for answer in answers} == {len(prefix)}
+        assert engine.metric(LOADS) == loads + 1
+    assert engine.metric(LOAD_FAILURES) - failures == (lane == "killed")
+    eventually(lambda: not chunks_of(daemon)["pinned"])
 
 
 def core_pid(engine: VllmServer) -> int:
