@@ -46,13 +46,16 @@ def main() -> None:
         "--blocks", type=int, nargs="+", default=BLOCKS, help="of a chunk, of each variant"
     )
     parser.add_argument("--quick", action="store_true", help="one start of each, few prompts")
+    parser.add_argument(
+        "--only", type=Way, choices=list(Way), help="measure this one; not of scenario `warm`"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
     ways = [Way.KVD, *([Way.LMCACHE] if options.beside else [])]
     if options.scenario == "warm":
         warm(options.blocks, [Way.IN_PROCESS, *ways], quick=options.quick)
     else:
-        SCENARIOS[options.scenario]([Way.GPU, *ways])
+        SCENARIOS[options.scenario]([options.only] if options.only else [Way.GPU, *ways])
 
 
 def warm(blocks: Sequence[int], ways: Sequence[Way], *, quick: bool) -> None:
