@@ -139,8 +139,8 @@ class VllmServer(EngineServer):
             time.sleep(POLL_SECONDS)
 
     def pause(self) -> None:
-        """Freeze all requests; those that come are queued until `resume`."""
-        self._text("POST", "/pause?mode=keep")
+        """Freeze all requests, keep the caches; requests that come are queued until `resume`."""
+        self._text("POST", "/pause?mode=keep&clear_cache=false")
 
     def resume(self) -> None:
         """End a pause: all queued requests are scheduled at once."""
