@@ -60,10 +60,13 @@ pytestmark = [
 
 BUDGET = 2**30
 NUM_BLOCKS = 20
-TENSOR_PARALLEL = (1, 2)
 
 
-@pytest.fixture(scope="module", params=TENSOR_PARALLEL, ids=lambda ranks: f"TP {ranks}")
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.nightly)],
+    ids=lambda ranks: f"TP {ranks}",
+)
 def engine(
     request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
 ) -> Iterator[VllmServer]:
