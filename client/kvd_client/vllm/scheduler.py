@@ -131,7 +131,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             return None
         check_parameters(STEP_LOAD_METHODS)
         require(self, "_current_batch_sync_loads")
-        require(scheduler, "requests", "running", "prev_step_scheduled_req_ids")
         return StepLoads(
             scheduler, self.config.num_workers, self.config.tokens_per_hash, self._req_status
         )
@@ -141,6 +140,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if self.events is not None:
             self.events.watch(gpu_block_pool)
         if self._step_loads is not None:
+            scheduler = self._step_loads.scheduler
+            require(scheduler, "requests", "running", "prev_step_scheduled_req_ids")
             self._step_loads.pool = gpu_block_pool
 
     def _start_publishing(self, repeat_seconds: float) -> None:
