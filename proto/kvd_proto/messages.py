@@ -467,6 +467,8 @@ class Cancel(Message, frozen=True):
 class Wait(Message, frozen=True):
     """Give these jobs priority; the reply comes when all of them have ended.
 
+    Such loads come before all other jobs, such stores before their engine's other jobs.
+
     jobs: their numbers; those of ended or unknown jobs are ignored.
     """
 
