@@ -46,8 +46,6 @@ from kvd_client.vllm.worker import KvdOffloadingWorker
 VllmScheduler = scheduler.OffloadingConnectorScheduler
 VllmWorker = worker.OffloadingConnectorWorker
 
-# Loads within the step are possible; how many bytes is what a test sets in the half's `config`.
-OPTIONS = VllmOptions(sync_load_budget_bytes=1)
 RELEASES = Path(__file__).with_name("releases.toml")
 
 
@@ -71,7 +69,7 @@ def kvd_manager() -> KvdOffloadingManager:
 
 def kvd_worker() -> KvdOffloadingWorker:
     """Return kvd's worker without jobs."""
-    return KvdOffloadingWorker(None, (), 1, OPTIONS, register=lambda _: None)
+    return KvdOffloadingWorker(None, (), 1, VllmOptions(), register=lambda _: None)
 
 
 def add_what_only_kvd_has(fake: object, part: object, interface: type) -> None:
@@ -101,8 +99,11 @@ class SchedulerOverFakes(KvdConnectorScheduler):
     """kvd's half in the scheduler, over vLLM's fakes."""
 
     def __init__(self, spec: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        spec.publishes, spec.options = False, OPTIONS
-        if isinstance(vllm_config, MagicMock):
+        is_fake = isinstance(vllm_config, MagicMock)
+        # Fake configurations do not say whether the engine can load within a step.
+        can_say = not is_fake and hasattr(spec.config, "replicated_layout")
+        spec.publishes, spec.options = False, VllmOptions(sync_load_budget_bytes=int(can_say))
+        if is_fake:
             vllm_config.num_hash_lookahead_tokens = 0
         super().__init__(spec, vllm_config, kv_cache_config)
         self.events: Any = EventsOfFakes(self)
