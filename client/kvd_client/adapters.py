@@ -24,6 +24,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvd_client.routes import AUTO, MIN_STAGING_BYTES, Transfer
+from kvd_client.staging_layout import DEFAULT_STAGING_BYTES
 from kvd_proto.messages import MAX_SECONDS, Label, label_for
 
 RUNTIME_DIR = "KVD_RUNTIME_DIR"  # the daemon and its tools read it as well
@@ -52,12 +54,18 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         deadline: seconds to wait for an answer of the daemon; then it counts as absent until it
             answers again.
         label: engines with different labels never share chunks.
+        transfer: export: the daemon maps this engine's KV memory. staging: each rank copies its KV
+            through host memory that the daemon maps. auto: export, or staging where the memory
+            cannot be exported.
+        staging_bytes: of host memory for staging, of each rank.
     """
 
     runtime_dir: str = "/run/kvd"
     required: bool = False
     deadline: Seconds = 1.0
     label: LabelText = ""
+    transfer: Transfer = AUTO
+    staging_bytes: Annotated[int, Meta(ge=MIN_STAGING_BYTES)] = DEFAULT_STAGING_BYTES
 
 
 OptionsT = TypeVar("OptionsT", bound=EngineOptions)

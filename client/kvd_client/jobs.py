@@ -94,6 +94,11 @@ class JobTable:
         with self._lock:
             return self._lane is not None and not self._lane.is_dead
 
+    @property
+    def no_lane_reason(self) -> str:
+        """Why no lane takes jobs, if none does."""
+        return _LANE_ENDED if self._has_lane_ended else "no lane serves this worker now"
+
     def set_lane(self, lane: LaneLink | None) -> None:
         """Send new jobs to this lane; None: to none. Jobs of earlier lanes go on until they end."""
         with self._lock:
@@ -133,8 +138,7 @@ class JobTable:
                 raise UsageError(f"job {job_id} has not ended; give the next one another number")
             lane = self._lane if is_registered else None
             if lane is None:
-                text = _LANE_ENDED if self._has_lane_ended else "no lane serves this worker now"
-                return self._reject(_failed(job_id, text))
+                return self._reject(_failed(job_id, self.no_lane_reason))
             word = progress = 0
             if kind is Store:
                 if not self._free_words:
@@ -215,7 +219,8 @@ class JobTable:
                 self._receive_answers()
                 unfinished &= self._running.keys()
                 if not left_s:
-                    self._void([job for job in unfinished if self._running[job].is_store], timeout)
+                    stores = [job for job in unfinished if self._running[job].is_store]
+                    self._void(stores, voided_text(stores, timeout))
                 self._signal_finished()
                 if not left_s:
                     return unfinished & self._running.keys()
@@ -226,6 +231,26 @@ class JobTable:
             self._send_to_lanes(Cancel, frozenset(job_ids) & self._running.keys())
             self._receive_answers()
             self._signal_finished()
+
+    def hasten(self, job_ids: Iterable[int]) -> None:
+        """Request lanes to do these jobs first."""
+        with self._lock:
+            self._send_to_lanes(Wait, frozenset(job_ids) & self._running.keys())
+
+    def void(self, job_ids: Iterable[int], text: str) -> None:
+        """End these stores: what lanes still copy of them is discarded."""
+        with self._lock:
+            self._void(frozenset(job_ids) & self._running.keys(), text)
+            self._signal_finished()
+
+    def forget(self, job_ids: Collection[int]) -> None:
+        """Drop these jobs unreported; stores become void."""
+        with self._lock:
+            for job_id in self._running.keys() & frozenset(job_ids):
+                job = self._running.pop(job_id)
+                del job.link.job_by_request[job.request_id]
+                self._free_words_of(job)
+            self._finished = [done for done in self._finished if done.job_id not in job_ids]
 
     def close(self) -> None:
         """Drop every job and lane; unfinished stores become void."""
@@ -313,14 +338,10 @@ class JobTable:
         if self._finished:
             self.readiness.set()
 
-    def _void(self, job_ids: Collection[int], seconds: float) -> None:
-        if not job_ids:
-            return
-        log.warning("%d stores voided, not done within %g s", len(job_ids), seconds)
+    def _void(self, job_ids: Collection[int], text: str) -> None:
         for job_id in job_ids:
             job = self._running[job_id]
             del job.link.job_by_request[job.request_id]
-            text = f"voided: not done within {seconds:g} s"
             self._finish(JobResult(job_id, JobStatus.VOID, text=text))
 
     def _void_overdue(self) -> None:
@@ -330,7 +351,7 @@ class JobTable:
             for job_id, job in self._running.items()
             if job.is_store and job.submitted_at < oldest_allowed
         ]
-        self._void(overdue, self._store_seconds)
+        self._void(overdue, voided_text(overdue, self._store_seconds))
 
     def _send_to_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
         for link in {self._running[job].link for job in job_ids}:
@@ -344,6 +365,13 @@ class JobTable:
         self._lane = None
         self._running = {}
         self._finished = []
+
+
+def voided_text(stores: Collection[int], seconds: float) -> str:
+    """Log that these stores are voided, if there are any; return the text of their results."""
+    if stores:
+        log.warning("%d stores voided, not done within %g s", len(stores), seconds)
+    return f"voided: not done within {seconds:g} s"
 
 
 def _failed(job_id: int, text: str) -> JobResult:

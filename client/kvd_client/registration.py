@@ -15,7 +15,8 @@ event:
     REGISTERED  the memory         error    LEAVING                                      WAITING
     ATTACHED    all ranks' memory  error    LEAVING                                      WAITING
 
-`on_released` leads from LEAVING to WAITING if memory is requested, else to NONE.
+`on_released` leads from LEAVING to WAITING if memory is requested, else to NONE. `replace` leads
+from REQUESTED to WAITING: after a refusal other memory is requested.
 """
 
 from collections.abc import Sequence
@@ -107,6 +108,11 @@ class WorkerRegistration:
         if self.state is RegistrationState.NONE:
             self.state = RegistrationState.WAITING
 
+    def replace(self, message: Register, memory: Descriptors) -> None:
+        """Request this registration instead of one that the daemon has just refused."""
+        self.message, self.memory = message, memory
+        self.state = RegistrationState.WAITING
+
     def drop(self) -> None:
         """Request no registration; memory that the daemon may hold is released."""
         self.message, self.memory = None, Descriptors(())
@@ -166,11 +172,25 @@ class WorkerRegistration:
         self.state = RegistrationState.WAITING if has_request else RegistrationState.NONE
 
 
+def check_layout(layout: RankLayout) -> RankLayout:
+    """Check a layout, its fields' types too; return an equal one.
+
+    Raises:
+        UsageError: it is invalid.
+    """
+    layout = check_fields("layout", layout, RankLayout)
+    try:
+        validate_layout(layout)
+    except LayoutError as error:
+        raise UsageError(f"the layout cannot be served: {error}") from error
+    return layout
+
+
 def register_message(
     memory: Sequence[Memory],
     layout: RankLayout,
-    fingerprint: Fingerprint,
     *,
+    fingerprint: Fingerprint,
     rank: int,
     world_size: int,
     stage: int,
@@ -185,7 +205,7 @@ def register_message(
         UsageError: the memory does not fit the layout, or an argument is invalid.
         UnsupportedMemory: the limit of open files leaves no room for the descriptors.
     """
-    layout = check_fields("layout", layout, RankLayout)
+    layout = check_layout(layout)
     fingerprint = check_fields("fingerprint", fingerprint, Fingerprint)
     for field in fingerprint.__struct_fields__:
         name = getattr(fingerprint, field)
@@ -199,10 +219,6 @@ def register_message(
             f"memory has {len(memory)} items, the layout {len(layout.storages)} storages;"
             " give one for each, in the layout's order"
         )
-    try:
-        validate_layout(layout)
-    except LayoutError as error:
-        raise UsageError(f"the layout cannot be served: {error}") from error
     handles, fds = _handles(memory, layout)
     message = Register(
         rank=rank,

@@ -9,6 +9,8 @@ import ctypes
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
+from typing import Any
 
 from kvd_client import cuda_driver
 from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError, shown
@@ -39,7 +41,35 @@ class ControlPage(ControlWords):
             self.fd = -1
 
 
-class StreamSignals:
+class Signals(ABC):
+    """Reaches a timeline's numbers when streams have finished their work so far.
+
+    Attributes:
+        device: ordinal of the streams' device.
+    """
+
+    device: int
+
+    @abstractmethod
+    def signal(self, stream: Any, number: int) -> None:
+        """Reach `number` when all that is on the stream now has finished.
+
+        Raises:
+            UsageError: not a stream of the kind that is needed.
+            KvdClientError, RuntimeError: the device failed; the number may never be reached.
+        """
+
+    def events_until(self, number: int) -> list[Any] | None:
+        """Return the events to wait for until `number` is reached; None: there are none yet."""
+        del number
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it has. Never blocks, never raises."""
+
+
+class StreamSignals(Signals):
     """Writes a control page's timeline from a device's CUDA streams. For one thread at a time.
 
     A stream that is not the last one used waits for the last number first, so that no number is
@@ -70,14 +100,17 @@ class StreamSignals:
             undo.pop_all()
 
     def signal(self, stream: int, number: int) -> None:
-        """Set the timeline to `number` when all that is on the stream now has finished.
+        """Set the timeline to `number` when all that is on the driver's stream now has finished.
 
         Another thread may capture a graph meanwhile: all these calls put work on a stream, none
         allocates or queries.
 
         Raises:
+            UsageError: not a driver's handle.
             CudaError: the driver failed; the number may never be reached.
         """
+        if not isinstance(stream, int) or stream < 0:
+            raise UsageError(f"stream={shown(stream)}: the handle of a CUDA stream is needed")
         with self._context.current():
             if not self._is_recorded and self._stream is not None:
                 cuda_driver.record(self._event, self._stream)
@@ -121,7 +154,7 @@ class Timeline:
         self._page = page
         self._lock = threading.Lock()
         self._last = 0
-        self._signals: StreamSignals | None = None
+        self._signals: Signals | None = None
 
     @property
     def reached(self) -> int:
@@ -158,30 +191,39 @@ class Timeline:
         with self._lock:
             self._page.timeline = max(self._page.timeline, number)
 
-    def signal_on(self, stream: int) -> int:
-        """Return the next number, reached when all work on a CUDA stream now has finished.
+    def signal_on(self, stream: Any) -> int:
+        """Return the next number, reached when all work on a stream now has finished.
 
         Args:
-            stream: the driver's handle, such as `torch.cuda.current_stream().cuda_stream`. If it
-                is not the stream of the last call, its later work waits for the last number too.
+            stream: with exported CUDA memory the driver's handle, such as
+                `torch.cuda.current_stream().cuda_stream`; if it is not the stream of the last call,
+                its later work waits for the last number too. With staging a torch stream.
 
         Raises:
-            UsageError: not a stream, or the registered memory is not CUDA memory.
+            UsageError: not a stream, or the registered memory is host memory.
             CudaError: the driver failed.
         """
-        if not isinstance(stream, int) or stream < 0:
-            raise UsageError(f"stream={shown(stream)}: the handle of a CUDA stream is needed")
         with self._lock:
             if self._signals is None:
                 raise UsageError(
-                    "signal_on: no CUDA memory is registered by this worker; call reserve() and"
+                    "signal_on: no memory of a GPU is registered by this worker; call reserve() and"
                     " signal()"
                 )
             self._last += 1
             self._signals.signal(stream, self._last)
             return self._last
 
-    def set_signals(self, signals: StreamSignals | None) -> None:
+    def events_until(self, number: int) -> list[Any] | None:
+        """Return the events that streams wait for until `number` is reached.
+
+        Empty: it is reached. None: it is not, and has no event.
+        """
+        with self._lock:
+            if number <= self._page.timeline:
+                return []
+            return None if self._signals is None else self._signals.events_until(number)
+
+    def set_signals(self, signals: Signals | None) -> None:
         """Let streams signal from now on, or the host (None); close the signals set before."""
         with self._lock:
             replaced, self._signals = self._signals, signals

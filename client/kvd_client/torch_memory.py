@@ -1,8 +1,9 @@
-"""torch tensors as memory that the daemon can map, and torch streams as a worker's timeline.
+"""torch tensors as a worker's memory, and torch streams as its timeline.
 
-A CPU tensor's storage is moved in place into anonymous shared memory: all its views follow, its
-address changes, its contents do not. A CUDA tensor's storage stays where it is and has a handle. A
-storage is shared and counted once, however many tensors are views of it.
+Tensors that the daemon maps: a CPU tensor's storage is moved in place into anonymous shared memory;
+all its views follow, its address changes, its contents do not. A CUDA tensor's storage stays where
+it is and has a handle. Tensors that are staged stay as they are. A storage is counted once, however
+many tensors are views of it.
 """
 
 import ctypes
@@ -15,11 +16,15 @@ from typing import Any
 
 import torch
 
+from kvd_client.accelerator import Accelerator, kind_of
+from kvd_client.device_copier import DeviceCopier
 from kvd_client.errors import UnsupportedMemory, UsageError, check_collection, check_int, shown
 from kvd_client.memory import DeviceMemory, HostMemory, Memory, is_sealed, sealed_file
+from kvd_client.routes import STAGING
+from kvd_client.staging_memory import BlockCopier, HostCopier, KvTensors, StagingMemory
+from kvd_client.timeline import ControlPage
 from kvd_client.worker import Worker
-from kvd_proto.layout import TensorSpec
-from kvd_proto.messages import HOST
+from kvd_proto.layout import RankLayout, TensorSpec
 
 _MAP_FIXED = 0x10  # linux/mman.h; not in Python's mmap
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
@@ -47,44 +52,75 @@ class BlockTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTensors:
-    """Tensors whose memory the daemon can map.
+class TorchTensors(KvTensors):
+    """Tensors of one device, and where their pages lie; for `Worker.register`.
 
     Attributes:
-        device: of all of them: "host", or "cuda:" and the device's UUID.
-        memory: one per distinct storage; for `Worker.register`.
+        device: of all of them.
+        untyped_storages: torch's, each distinct one once.
         storages: their sizes in bytes; for `RankLayout.storages`.
         tensors: for `RankLayout.tensors`.
-        parts: parts[i] are the indices into `tensors` of the i-th shared tensor: usually one,
+        parts: parts[i] are the indices into `tensors` of the i-th described tensor: usually one,
             several if a block lies in several places (keys first, then values).
     """
 
-    device: str
-    memory: tuple[Memory, ...]
+    device: torch.device
+    untyped_storages: tuple[Any, ...]
     storages: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     parts: tuple[tuple[int, ...], ...]
 
-    def close(self) -> None:
-        """Close the descriptors; the tensors stay as they are."""
-        for memory in self.memory:
-            memory.close()
+    @property
+    def is_host(self) -> bool:
+        """See KvTensors."""
+        return self.device.type == "cpu"
+
+    def share(self) -> list[Memory]:
+        """Make the memory mappable; return it, one for each storage.
+
+        CPU storages are moved in place: raw addresses from before are invalid.
+
+        Raises:
+            UnsupportedMemory: no other process can map this memory, or there is no room in shared
+                memory.
+            CudaError: the CUDA driver failed.
+        """
+        if kind_of(self.device) not in {"CPU", "CUDA"}:
+            raise UnsupportedMemory(
+                f"memory of {self.device} ({kind_of(self.device)}) cannot be mapped by the daemon,"
+                " which maps memory of the CPU and of CUDA only"
+            )
+        share = _share_cpu if self.is_host else _share_cuda
+        memory: list[Memory] = []
+        try:
+            memory.extend(share(storage) for storage in self.untyped_storages)
+        except BaseException:
+            for shared in memory:
+                shared.close()
+            raise
+        return memory
+
+    def open_copier(
+        self, layout: RankLayout, staging: StagingMemory, page: ControlPage
+    ) -> BlockCopier:
+        """See KvTensors."""
+        if self.is_host:
+            addresses = [storage.data_ptr() for storage in self.untyped_storages]
+            return HostCopier(addresses, layout, staging, self.untyped_storages)
+        return DeviceCopier(Accelerator(self.device), self.untyped_storages, layout, staging, page)
 
 
-def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
-    """Share tensors' storages, CPU ones by moving them in place, and describe their pages.
+def describe_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> TorchTensors:
+    """Describe the pages of tensors of one device, of any kind. Nothing is moved or mapped.
 
     Shapes say how large a page is, but not how many blocks there are, which the engine configures.
-    Raw addresses of CPU tensors from before this call are invalid.
 
     Args:
-        tensors: on one device, the CPU or a GPU; plain ones count blocks in dimension 0.
+        tensors: plain ones count blocks in dimension 0.
 
     Raises:
-        UsageError: not tensors, of several devices, or invalid dimensions. Nothing was moved.
-        UnsupportedMemory: on another kind of device, not strided, no room in shared memory, or
-            CUDA memory that no other process can map.
-        CudaError: the CUDA driver failed.
+        UsageError: not tensors, of several devices, or invalid dimensions.
+        UnsupportedMemory: not strided, or a block's bytes are spread.
     """
     argument: object = tensors
     if isinstance(argument, torch.Tensor):  # which would be taken for a sequence of its rows
@@ -114,32 +150,22 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
         pages = _pages(f"tensors[{index}]", item, storage_index)
         parts.append(tuple(range(len(specs), len(specs) + len(pages))))
         specs.extend(pages)
-    memory: list[Memory] = []
-    share = _share_cpu if block_tensors[0].tensor.device.type == "cpu" else _share_cuda
-    try:
-        memory.extend(share(storage) for storage in storages)
-    except BaseException:
-        for shared in memory:
-            shared.close()
-        raise
-    return SharedTensors(
-        memory[0].device,
-        tuple(memory),
-        tuple(shared.nbytes for shared in memory),
+    return TorchTensors(
+        block_tensors[0].tensor.device,
+        tuple(storages),
+        tuple(int(storage.nbytes()) for storage in storages),
         tuple(specs),
         tuple(parts),
     )
 
 
 def _check(name: str, item: BlockTensor) -> None:
-    """Check that a tensor can be shared, and that its storage has all of its bytes."""
+    """Check that a tensor has pages, and that its storage has all of its bytes."""
     tensor = item.tensor
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is needed")
-    if tensor.device.type not in {"cpu", "cuda"}:
-        raise UnsupportedMemory(
-            f"{name} is on {tensor.device}: only tensors of the CPU and of CUDA can be shared"
-        )
+    if tensor.device.type == "meta":
+        raise UnsupportedMemory(f"{name} is on {tensor.device}: it has no memory")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedMemory(
             f"{name} is {tensor.layout} {tensor.dtype}: plain strided tensors are needed"
@@ -263,16 +289,20 @@ def _replace_by_sealed_file(address: int, nbytes: int, fd: int) -> None:
 
 
 def work_so_far(worker: Worker, stream: Any = None) -> int | None:
-    """Return the timeline number of all work that is on a stream now; None with host memory.
+    """Return the timeline number of all work that is on a stream now, on any device.
 
-    Work on host memory has finished. On CUDA a store must read after the kernels that write its
-    blocks, and a load must write after the kernels that read them.
+    None with host memory, whose work has finished. On a GPU a store must read after the kernels
+    that write its blocks, and a load must write after the kernels that read them.
 
     Args:
         worker: of the memory.
         stream: a torch stream; None: the current one.
     """
-    if worker.device in {None, HOST}:
+    device = worker.timeline.device
+    if device is None:
         return None
+    if worker.transfer == STAGING:
+        stream = torch.accelerator.current_stream(device) if stream is None else stream
+        return worker.timeline.signal_on(stream)
     stream = torch.cuda.current_stream() if stream is None else stream
     return worker.timeline.signal_on(stream.cuda_stream)

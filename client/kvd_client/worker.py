@@ -5,13 +5,17 @@ load that failed leaves its blocks undefined, and nothing writes to them any mor
 """
 
 import os
+import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from kvd_client.connection import Notice
 from kvd_client.errors import (
+    KvdClientError,
     RegistrationError,
     Unavailable,
     UsageError,
+    cause,
     check_collection,
     check_flag,
     check_int,
@@ -21,9 +25,19 @@ from kvd_client.errors import (
 )
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import Descriptors, DeviceMemory, Memory
-from kvd_client.registration import RegistrationState, WorkerRegistration, register_message
+from kvd_client.memory import Descriptors, Memory
+from kvd_client.readiness import Readiness
+from kvd_client.registration import (
+    TRANSIENT_CODES,
+    RegistrationState,
+    WorkerRegistration,
+    register_message,
+)
+from kvd_client.routes import AUTO, Route, Transfer, choose_route
 from kvd_client.session import ClientSession
+from kvd_client.staging import StagedJobs
+from kvd_client.staging_layout import DEFAULT_STAGING_BYTES
+from kvd_client.staging_memory import KvTensors
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
 from kvd_client.timeline import ControlPage, StreamSignals, Timeline
 from kvd_proto.errors import JobShapeError
@@ -37,6 +51,7 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Load,
+    Message,
     Ok,
     Register,
     Store,
@@ -89,13 +104,18 @@ class Worker(ClientSession):
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
         self._registration = WorkerRegistration()
+        self._readiness = Readiness()
+        self._readiness.watch(self._jobs.readiness.fileno())
+        self._staged: StagedJobs | None = None  # closed once its memory is unregistered
+        self._route: Route | None = None  # of the last `register`
+        self._carried: list[JobResult] = []  # results of closed `_staged` that nobody has taken
         self._start()
 
     # ----------------------------------------------------------- registration
 
     def register(
         self,
-        memory: Sequence[Memory],
+        memory: Sequence[Memory] | KvTensors,
         layout: RankLayout,
         fingerprint: Fingerprint,
         *,
@@ -103,12 +123,15 @@ class Worker(ClientSession):
         temporary: bool = False,
         required: bool = False,
         timeout: float = REGISTER_SECONDS,
+        transfer: Transfer = AUTO,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> bool:
         """Register this rank's KV memory with the daemon, and with each later daemon automatically.
 
         Args:
-            memory: `memory[i]` is storage i of the layout, all of it on one device; descriptors
-                may be closed afterwards.
+            memory: tensors of any device, as `kvd_client.torch_memory.describe_torch` returns them;
+                or memory to export: `memory[i]` is storage i of the layout, all of it on one
+                device, and descriptors may be closed afterwards.
             layout: this rank's tensors and groups.
             fingerprint: engines share chunks only if theirs are equal.
             stage: the pipeline stage of this rank.
@@ -117,6 +140,11 @@ class Worker(ClientSession):
             required: wait for a daemon if there is none, and raise if the memory is not registered
                 in time.
             timeout: seconds to wait for the registration.
+            transfer: of tensors: "export": the daemon maps their memory; "staging": this worker
+                copies them through host memory that the daemon maps; "auto": export, or staging if
+                the memory cannot be exported or the daemon refuses memory of this device. One log
+                line says so.
+            staging_bytes: of host memory for staging, at most.
 
         Returns:
             Whether the memory is registered now. Without a daemon, and without `required`, this is
@@ -127,15 +155,14 @@ class Worker(ClientSession):
             RegistrationError: the daemon refuses for good.
             Unavailable: `required`, and no registration within `timeout`; at once if this process
                 may not connect to the daemon.
-            UnsupportedMemory: CUDA memory of a device whose streams cannot write to host memory.
+            UnsupportedMemory: memory that cannot be exported and must be; CUDA memory of a device
+                whose streams cannot write to host memory; `staging_bytes` are too few.
             CudaError: the CUDA driver failed.
         """
         self._check_open()
-        memory = check_collection("memory", memory, "memories")
-        message, descriptors = register_message(
-            memory,
-            layout,
-            fingerprint,
+        message_of = partial(
+            register_message,
+            fingerprint=fingerprint,
             rank=self.rank,
             world_size=self.world_size,
             stage=stage,
@@ -143,16 +170,21 @@ class Worker(ClientSession):
         )
         required = check_flag("required", required)
         timeout_s = check_seconds("timeout", timeout)
+        registration = self._registration
         with self._changed:
-            registration = self._registration
             if registration.message is not None or registration.is_refused:
                 raise UsageError("this worker is registered already; call unregister() first")
-            device = memory[0].ordinal if isinstance(memory[0], DeviceMemory) else None
-            if device != self.timeline.device:
-                self.timeline.set_signals(None)
-                if device is not None:
-                    self.timeline.set_signals(StreamSignals(device, self._control))
-            registration.request(message, descriptors)
+        route = choose_route(
+            memory,
+            layout,
+            message_of,
+            self._control,
+            transfer=transfer,
+            staging_bytes=staging_bytes,
+        )
+        with self._changed:
+            self._take_route(route)
+            registration.request(route.message, route.descriptors)
             self._wake()
             refusal = self._wait_registered(registration, timeout_s, required=required)
             if refusal is not None:
@@ -168,6 +200,59 @@ class Worker(ClientSession):
                     reason = f"no registration within {timeout:g} s; {reason}"
                 raise Unavailable(reason)
             return self.registered
+
+    def _take_route(self, route: Route) -> None:
+        """Let jobs go this way from now on. Called under `_changed`."""
+        was_staging = self._staged is not None
+        if self._staged is not None:
+            self._carried += self._staged.take_finished()
+            self._staged = None
+        self._readiness.unwatch(self._jobs.readiness.fileno())
+        if route.staging is None or route.copier is None:
+            if route.ordinal != self.timeline.device or was_staging:
+                self.timeline.set_signals(None)
+                if route.ordinal is not None:
+                    self.timeline.set_signals(StreamSignals(route.ordinal, self._control))
+            self._readiness.watch(self._jobs.readiness.fileno())
+        else:
+            self.timeline.set_signals(route.copier.signals)
+            self._staged = StagedJobs(
+                route.staging,
+                route.copier,
+                self._jobs,
+                self.timeline,
+                self._readiness,
+                is_registered=lambda: self._registration.is_registered,
+                rank=self.rank,
+                world_size=self.world_size,
+                store_seconds=self.job_timeout,
+            )
+        self._route = route
+
+    def _take_fallback(self, message: Register, reply: Message) -> bool:
+        """Request staging in place of memory that the daemon refuses for good.
+
+        Return whether there is something new to request. Called by the keeper.
+        """
+        route = self._route
+        if not isinstance(reply, Error) or reply.code in TRANSIENT_CODES:
+            return False
+        if route is None or route.fallback is None or route.message is not message:
+            return False
+        try:
+            staging = route.fallback(f"the daemon refuses this memory: {reply.text}")
+        except KvdClientError as error:
+            log.warning("staging is not possible either: %s", cause(error))
+            return False
+        except Exception:
+            log.exception("staging is not possible either")
+            return False
+        with self._changed:
+            if self._registration.message is not message:  # dropped meanwhile
+                return False
+            self._take_route(staging)
+            self._registration.replace(staging.message, staging.descriptors)
+        return True
 
     def _wait_registered(
         self, registration: WorkerRegistration, timeout: float, *, required: bool
@@ -207,13 +292,18 @@ class Worker(ClientSession):
         """
         self._check_open()
         timeout_s = check_seconds("timeout", timeout)
+        staged, end = self._staged, time.monotonic() + timeout_s
+        is_free = staged is None or staged.close(timeout_s)
         with self._changed:
             connection, registration = self._connection, self._registration
             registration.drop()
             self._wake()
+            if staged is not None:  # the daemon has other memory mapped
+                return is_free
             leaving = RegistrationState.LEAVING
             self._changed.wait_for(
-                lambda: registration.state is not leaving or self._closed_reason, timeout_s
+                lambda: registration.state is not leaving or self._closed_reason,
+                max(0.0, end - time.monotonic()),
             )
             has_left = registration.state is not leaving and self._connection is connection
             return has_left and not registration.was_lost
@@ -230,6 +320,40 @@ class Worker(ClientSession):
         return None if message is None else message.device
 
     @property
+    def transfer(self) -> Transfer | None:
+        """Which way bytes go: "export" or "staging"; None: nothing is registered."""
+        has_memory = self._registration.message is not None
+        return self._route.transfer if self._route is not None and has_memory else None
+
+    @property
+    def transfer_reason(self) -> str:
+        """Why staging was chosen in place of export; empty if it was not."""
+        return self._route.reason if self._route is not None else ""
+
+    def suspend(self, timeout: float = REGISTER_SECONDS) -> bool:
+        """With staging: let no job touch the engine's memory until `resume`; it may be freed.
+
+        Unfinished jobs are stopped, new ones fail. The registration stays, so `resume` needs none.
+
+        Returns:
+            Whether no copy touches the memory. False: one of the device has not ended in time.
+
+        Raises:
+            UsageError: the memory is exported; call `unregister`.
+        """
+        return self._staged_jobs("suspend").suspend(check_seconds("timeout", timeout))
+
+    def resume(self) -> None:
+        """Undo `suspend`, when the memory is back at the same addresses."""
+        self._staged_jobs("resume").resume()
+
+    def _staged_jobs(self, call: str) -> StagedJobs:
+        self._check_open()
+        if self._staged is None:
+            raise UsageError(f"{call}: the memory of this worker is not staged; use unregister()")
+        return self._staged
+
+    @property
     def attached(self) -> bool:
         """Whether all ranks of the engine are registered, and lanes serve them."""
         return self._registration.state is RegistrationState.ATTACHED and self.registered
@@ -240,6 +364,10 @@ class Worker(ClientSession):
         return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs
+
+    @property
+    def _transfers(self) -> JobTable | StagedJobs:
+        return self._jobs if self._staged is None else self._staged
 
     def store(
         self,
@@ -335,7 +463,7 @@ class Worker(ClientSession):
                 blocks.check(message.layout)
             except JobShapeError as error:
                 raise UsageError(str(error)) from error
-        return self._jobs.submit(
+        return self._transfers.submit(
             kind,
             is_registered=self._registration.is_registered,
             layerwise=check_flag("layerwise", layerwise) and kind is Load,
@@ -360,12 +488,13 @@ class Worker(ClientSession):
         load can still fail; then what was read is void. 0 for a job that is not running, whether
         or not it has ended.
         """
-        return self._jobs.layers_loaded(job_id)
+        return self._transfers.layers_loaded(job_id)
 
     def get_finished(self) -> list[JobResult]:
         """Return the results of jobs that have ended since the last call. Never blocks."""
         self._check_open()
-        return self._jobs.take_finished()
+        carried, self._carried = self._carried, []
+        return carried + self._transfers.take_finished()
 
     def fileno(self) -> int:
         """Return a descriptor for event loops that is readable when `get_finished` has results.
@@ -374,7 +503,7 @@ class Worker(ClientSession):
         the same until `close`; remove it from the event loop before that.
         """
         self._check_open()
-        return self._jobs.readiness.fileno()
+        return self._readiness.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Wait until the blocks of these jobs may be overwritten; the lane does these jobs first.
@@ -391,16 +520,18 @@ class Worker(ClientSession):
             Loads that have not ended, whose blocks must not be touched yet; usually empty.
         """
         self._check_open()
-        return self._jobs.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
+        return self._transfers.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Request the lane to stop these jobs; each is still reported when it has ended."""
         self._check_open()
-        self._jobs.cancel(_job_ids(job_ids))
+        self._transfers.cancel(_job_ids(job_ids))
 
     def check_integrity(self) -> None:
         """Raise InternalError if the jobs disagree with the lanes or the control page."""
         self._jobs.check_integrity()
+        if self._staged is not None:
+            self._staged.check_integrity()
 
     def close(self) -> None:
         """Request the release of the memory, drop unfinished jobs unreported, and end the session.
@@ -410,8 +541,11 @@ class Worker(ClientSession):
         """
         if self._closed_reason:
             return
+        if self._staged is not None:
+            self._staged.close(self.deadline)
         if self._registration.is_registered:
             self._request(Unregister(), self.deadline)
+        self._readiness.close()
         self._jobs.close()
         super().close()
         self._registration = WorkerRegistration()
@@ -453,6 +587,8 @@ class Worker(ClientSession):
         reply = self._request(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
         if reply is None:
             return False
+        if self._take_fallback(message, reply):
+            return True
         with self._changed:
             obstacle_before = registration.obstacle
             sends_again = registration.on_answered(reply)
@@ -489,6 +625,9 @@ class Worker(ClientSession):
     def _on_fork(self) -> None:
         self._registration.memory.close()
         self._registration = WorkerRegistration()
+        if self._staged is not None:
+            self._staged.abandon()
+        self._readiness.close()  # before the lanes' descriptors: a fork shares the parent's epoll
         self._jobs.abandon()
         self.timeline.abandon()
         self._control.close()

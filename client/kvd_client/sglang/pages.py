@@ -19,7 +19,7 @@ import torch
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.tickets import BlockRange
-from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
+from kvd_client.torch_memory import BlockTensor, TorchTensors, describe_torch
 
 NO_PAGE = 0  # the page for padded tokens, which SGLang's allocators never hand out
 
@@ -97,17 +97,15 @@ class PagePool:
         ]
         return hashlib.blake2b(json.dumps(forms).encode(), digest_size=16).hexdigest()
 
-    def share(self, blocks_per_chunk: int) -> tuple[SharedTensors, RankLayout]:
-        """Make the memory mappable by other processes, and describe it.
-
-        Host memory is moved into shared memory in place.
+    def describe(self, blocks_per_chunk: int) -> tuple[TorchTensors, RankLayout]:
+        """Describe the memory, for `Worker.register`.
 
         Raises:
-            UnsupportedMemory: the memory cannot be mapped, or a page is not one run of bytes.
+            UnsupportedMemory: a page is not one run of bytes.
         """
         for layer in self.layers:
             layer.check()
-        shared = share_torch(
+        described = describe_torch(
             [
                 BlockTensor(
                     layer.tensor, page_bytes=layer.row_bytes * layer.rows, block_stride=layer.stride
@@ -117,7 +115,7 @@ class PagePool:
         )
         refs = tuple(
             TensorRef(tensor, layer.row_bytes * layer.rows, layer=layer.number)
-            for layer, (tensor,) in zip(self.layers, shared.parts, strict=True)
+            for layer, (tensor,) in zip(self.layers, described.parts, strict=True)
         )
         group = GroupSpec(
             refs=refs, block_size=self.page_tokens, kind=self.name, contents=self.contents
@@ -126,12 +124,12 @@ class PagePool:
             num_blocks=self.num_pages,
             blocks_per_chunk=blocks_per_chunk,
             hash_block_size=self.page_tokens,
-            storages=shared.storages,
-            tensors=shared.tensors,
+            storages=described.storages,
+            tensors=described.tensors,
             groups=(group,),
             null_block=NO_PAGE,
         )
-        return shared, layout
+        return described, layout
 
 
 # ------------------------------------------------------------------- chunks

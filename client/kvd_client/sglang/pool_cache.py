@@ -120,11 +120,15 @@ class PoolCache:
             job_timeout=options.store_timeout,
         )
         try:
-            shared, layout = pool.share(pages_per_chunk)
-            try:
-                self.worker.register(shared.memory, layout, fingerprint, required=options.required)
-            finally:
-                shared.close()
+            tensors, layout = pool.describe(pages_per_chunk)
+            self.worker.register(
+                tensors,
+                layout,
+                fingerprint,
+                required=options.required,
+                transfer=options.transfer,
+                staging_bytes=options.staging_bytes,
+            )
             self.scheduler = Scheduler(
                 options.runtime_dir, name, deadline=options.deadline, counts_tokens=True
             )

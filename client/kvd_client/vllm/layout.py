@@ -9,7 +9,7 @@
    for each head if heads are outside of blocks. Adjacent runs of a group within a block form one
    fragment: with blocks outermost, all layers of a block. Padding of pages, blocks and states is
    not part of any run. None of this depends on the meaning of a layout's name.
-3. `share_caches` makes the memory mappable and describes it to the daemon.
+3. `describe_caches` describes the memory to the daemon.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
-from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
+from kvd_client.torch_memory import BlockTensor, TorchTensors, describe_torch
 from kvd_client.vllm.options import VllmOptions
 from kvd_proto.text import format_size
 
@@ -262,13 +262,13 @@ def _merged(runs: Sequence[Fragment]) -> list[Fragment]:
     return merged
 
 
-# ------------------------------------------------------------- shared memory
+# ----------------------------------------------------------- registered layout
 
 
-def share_caches(
+def describe_caches(
     views: Mapping[str, torch.Tensor], config: OffloadingConfig, kv_cache_config: KVCacheConfig
-) -> tuple[SharedTensors, RankLayout]:
-    """Make the KV cache's memory mappable, host memory by moving it in place, and describe it.
+) -> tuple[TorchTensors, RankLayout]:
+    """Describe the KV cache's memory, for `Worker.register`.
 
     `num_blocks` is the engine's configured number, with the operator's override. Groups that vLLM
     does not offload are not in the layout.
@@ -279,8 +279,7 @@ def share_caches(
         kv_cache_config: where vLLM planned the layers.
 
     Raises:
-        UnsupportedMemory: another process cannot map the memory, or a page does not lie where it
-            was planned.
+        UnsupportedMemory: a page does not lie where it was planned.
     """
     pages = KvCachePages(kv_cache_config, views)
     groups = [pages.group(group.group_id) for group in config.groups]
@@ -288,13 +287,13 @@ def share_caches(
     for group in groups:
         for fragment in group.fragments:
             tensor_numbers.setdefault(fragment, len(tensor_numbers))
-    shared = share_torch([_block_tensor(pages, fragment) for fragment in tensor_numbers])
+    described = describe_torch([_block_tensor(pages, fragment) for fragment in tensor_numbers])
     layout = RankLayout(
         num_blocks=pages.num_blocks,
         blocks_per_chunk=config.cache.blocks_per_chunk,
         hash_block_size=config.cache.tokens_per_hash,
-        storages=shared.storages,
-        tensors=shared.tensors,
+        storages=described.storages,
+        tensors=described.tensors,
         groups=tuple(
             GroupSpec(
                 refs=tuple(
@@ -312,7 +311,7 @@ def share_caches(
         replicated=config.replicated_layout,
         null_block=NULL_BLOCK,
     )
-    return shared, layout
+    return described, layout
 
 
 def _block_tensor(pages: KvCachePages, fragment: Fragment) -> BlockTensor:

@@ -27,13 +27,12 @@ from kvd_client import Fingerprint, RankLayout, Scheduler, Worker
 from kvd_client.adapters import OptionsError, digest, hub_commits, weight_files
 from kvd_client.errors import get_logger, log_no_offload
 from kvd_client.vllm import metrics
-from kvd_client.vllm.layout import layout_line, requested_layout, share_caches
+from kvd_client.vllm.layout import describe_caches, layout_line, requested_layout
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options, release
 from kvd_client.vllm.sleep_patch import notify_of_sleep
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.worker import KvdOffloadingWorker
-from kvd_proto.messages import HOST
 
 log = get_logger("kvd_client.vllm")
 
@@ -164,29 +163,28 @@ class KvdOffloadingSpec(OffloadingSpec):
     def _register(
         self, worker: Worker, views: Mapping[str, torch.Tensor], *, required: bool = False
     ) -> None:
-        """Share the KV cache's present memory and register it."""
+        """Register the KV cache's present memory."""
         parallel = self.config.parallel
-        shared, layout = share_caches(views, self.config, self._kv_cache_config)
-        try:
-            self._log_layout(layout, shared.device)
-            worker.register(
-                shared.memory,
-                layout,
-                fingerprint(self.config, self._vllm_config, self.options.label),
-                stage=parallel.rank // parallel.tp_size if parallel.pp_size > 1 else 0,
-                required=required,
-            )
-        finally:
-            shared.close()
+        caches, layout = describe_caches(views, self.config, self._kv_cache_config)
+        self._log_layout(layout, is_host=caches.is_host)
+        worker.register(
+            caches,
+            layout,
+            fingerprint(self.config, self._vllm_config, self.options.label),
+            stage=parallel.rank // parallel.tp_size if parallel.pp_size > 1 else 0,
+            required=required,
+            transfer=self.options.transfer,
+            staging_bytes=self.options.staging_bytes,
+        )
 
-    def _log_layout(self, layout: RankLayout, device: str) -> None:
+    def _log_layout(self, layout: RankLayout, *, is_host: bool) -> None:
         """Log the layout, once for all ranks with the same layers."""
         if self.config.parallel.rank % self.config.parallel.tp_size:
             return
         requested = requested_layout(self._vllm_config, self.options)
         backends = attention_backends(self._vllm_config, without=requested) if requested else []
         actual = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
-        log.info("%s", layout_line(layout, actual, requested, backends, host=device == HOST))
+        log.info("%s", layout_line(layout, actual, requested, backends, host=is_host))
 
 
 def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:

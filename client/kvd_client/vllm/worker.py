@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, Store, Worker
 from kvd_client.errors import cause, get_logger, log_no_offload
+from kvd_client.routes import STAGING
 from kvd_client.torch_memory import work_so_far
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.options import VllmOptions
@@ -155,11 +156,14 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._results += self._convert(self.worker.get_finished())
 
     def release_memory(self) -> None:
-        """Make the daemon release the KV cache, before vLLM frees it. Never raises."""
+        """Let nothing use the KV cache any more, before vLLM frees it. Never raises."""
         if self.worker is None:
             return
         try:
-            released = self.worker.unregister(RELEASE_SECONDS)
+            if self.worker.transfer == STAGING:
+                released = self.worker.suspend(RELEASE_SECONDS)
+            else:
+                released = self.worker.unregister(RELEASE_SECONDS)
         except KvdClientError as error:  # it was shut down
             log.debug("nothing to release: %s", error)
             return
@@ -176,11 +180,14 @@ class KvdOffloadingWorker(OffloadingWorker):
             )
 
     def restore_memory(self) -> None:
-        """Register the KV cache again, after vLLM has allocated it. Never raises."""
-        if self.worker is None or self.worker.device is not None:
+        """Serve the KV cache again, after vLLM has allocated it. Never raises."""
+        if self.worker is None:
             return
         try:
-            self._register(self.worker)
+            if self.worker.transfer == STAGING:
+                self.worker.resume()
+            elif self.worker.device is None:
+                self._register(self.worker)
         except Exception as error:  # noqa: BLE001  # the engine wakes up all the same
             log_no_offload(log, error)
 
