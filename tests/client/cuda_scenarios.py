@@ -107,7 +107,7 @@ def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptor
     return register_message(
         memory,
         make_layout(blocks=8),
-        Fingerprint(model="m"),
+        fingerprint=Fingerprint(model="m"),
         rank=0,
         world_size=1,
         stage=0,
@@ -130,7 +130,7 @@ def until(timeline: Timeline, number: int) -> None:
 
 def has_marked(timeline: Timeline) -> bool:
     """Whether the event after the last number has happened, too: a page that is closed goes."""
-    assert timeline._signals is not None
+    assert isinstance(timeline._signals, StreamSignals)
     with cuda_driver.beside_captures():
         return cuda_driver.has_happened(timeline._signals._event)
 

@@ -196,7 +196,7 @@ def test_tensors_of_any_device_are_described(device: str) -> None:
 
 
 def test_memory_of_rocm_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch calls AMD's devices `cuda`, too; the daemon maps none of their memory."""
+    """Torch calls AMD's devices `cuda`, too; the daemon maps none of their memory."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UnsupportedMemory, match=r"memory of cuda:0 \(ROCm\) cannot be mapped"):
         describe_torch([tensor_on("cuda:0")]).share()
