@@ -203,18 +203,14 @@ class Worker(ClientSession):
 
     def _take_route(self, route: Route) -> None:
         """Let jobs go this way from now on. Called under `_changed`."""
-        was_staging = self._staged is not None
-        if self._staged is not None:
-            self._carried += self._staged.take_finished()
-            self._staged = None
-        self._readiness.unwatch(self._jobs.readiness.fileno())
+        self._drop_route()
         if route.staging is None or route.copier is None:
-            if route.ordinal != self.timeline.device or was_staging:
+            if route.ordinal != self.timeline.device:
                 self.timeline.set_signals(None)
                 if route.ordinal is not None:
                     self.timeline.set_signals(StreamSignals(route.ordinal, self._control))
-            self._readiness.watch(self._jobs.readiness.fileno())
         else:
+            self._readiness.unwatch(self._jobs.readiness.fileno())
             self.timeline.set_signals(route.copier.signals)
             self._staged = StagedJobs(
                 route.staging,
@@ -228,6 +224,17 @@ class Worker(ClientSession):
                 store_seconds=self.job_timeout,
             )
         self._route = route
+
+    def _drop_route(self) -> None:
+        """Keep neither memory nor descriptors of the last way. Called under `_changed`."""
+        self._route = None
+        if self._staged is not None:
+            self._carried += self._staged.take_finished()
+            self._staged = None
+            self.timeline.set_signals(None)
+            self._readiness.watch(self._jobs.readiness.fileno())
+            if self._carried:
+                self._readiness.set()
 
     def _take_fallback(self, message: Register, reply: Message) -> bool:
         """Request staging in place of memory that the daemon refuses for good.
@@ -297,6 +304,7 @@ class Worker(ClientSession):
         with self._changed:
             connection, registration = self._connection, self._registration
             registration.drop()
+            self._drop_route()
             self._wake()
             if staged is not None:  # the daemon has other memory mapped
                 return is_free
@@ -493,7 +501,12 @@ class Worker(ClientSession):
     def get_finished(self) -> list[JobResult]:
         """Return the results of jobs that have ended since the last call. Never blocks."""
         self._check_open()
-        carried, self._carried = self._carried, []
+        carried: list[JobResult] = []
+        if self._carried:
+            with self._changed:
+                carried, self._carried = self._carried, []
+                if self._staged is None:
+                    self._readiness.clear()
         return carried + self._transfers.take_finished()
 
     def fileno(self) -> int:
