@@ -455,7 +455,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
     with refused(UsageError, "handle of a CUDA stream"):
         timeline.signal_on(-1)
     timeline.set_signals(None)
-    with refused(UsageError, "no CUDA memory is registered"):
+    with refused(UsageError, "no memory of a GPU is registered"):
         timeline.signal_on(idle)
     timeline.signal(timeline.reserve())
     assert timeline.reached == 5
