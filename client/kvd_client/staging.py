@@ -45,6 +45,7 @@ POLL_SECONDS = 0.001  # between looks at running copies, and at numbers that hav
 IDLE_SECONDS = 1.0
 
 _SUSPENDED = "the engine has suspended copies of its memory"
+_FAILED = "staging has failed; nothing is loaded or stored until memory is registered again"
 
 log = get_logger()
 
@@ -181,6 +182,7 @@ class StagedJobs:
         self._copying: list[_RunningPiece] = []
         self._finished: list[JobResult] = []
         self._is_suspended = False
+        self._has_failed = False
         self._is_closed = False
 
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -224,6 +226,8 @@ class StagedJobs:
             if job in self._jobs:
                 raise UsageError(f"job {job} has not ended; give the next one another number")
             text = _SUSPENDED if self._is_suspended else ""
+            if self._has_failed:
+                text = _FAILED
             if not is_registered or not self._lane_jobs.has_lane:
                 text = self._lane_jobs.no_lane_reason
             if text:
@@ -416,18 +420,20 @@ class StagedJobs:
                     self._wait_for_news()
         except Exception:
             log.exception("staging has failed; all jobs from now on are misses")
-            self._end_all()
+            with self._changed:
+                self._has_failed = True
+        self._wait_for_copies()
         self._copier.close()
 
-    def _end_all(self) -> None:
-        """Report all jobs as failed, when no copy touches the engine's memory any more."""
-        with self._changed:
-            self._is_suspended = True
+    def _wait_for_copies(self) -> None:
+        """Wait until no copy touches the engine's memory; after a failure end all jobs then."""
         while any(not _has_ended(piece) for piece in self._copying):
             time.sleep(POLL_SECONDS)
         with self._changed:
             self._copying.clear()
-            self._report_all_failed("staging has failed")
+            self._changed.notify_all()  # of `suspend`
+            if self._has_failed:
+                self._report_all_failed(_FAILED)
 
     def _wait_for_news(self) -> None:
         with self._changed:
