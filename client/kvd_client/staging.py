@@ -101,8 +101,9 @@ class _StagedJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no piece runs and none will begin."""
-        return self.is_over and not self.num_running
+        """Whether the blocks are free: no piece touches them, or what it reads goes nowhere."""
+        is_void = self.kind is Store and self.failure is not None
+        return is_void or (self.is_over and not self.num_running)
 
     def result(self) -> JobResult:
         """Return the result of an ended job.
@@ -360,7 +361,8 @@ class StagedJobs:
         """Report a job that has ended."""
         if job.is_over and job in self._queues[job.kind]:
             self._queues[job.kind].remove(job)
-        if job.has_ended and self._jobs.pop(job.job_id, None) is job:
+        if job.has_ended and self._jobs.get(job.job_id) is job:
+            del self._jobs[job.job_id]
             self._report(job.result())
 
     def _stop(self, job: _StagedJob, status: JobStatus, text: str) -> None:
