@@ -126,9 +126,10 @@ class DoubleStream:
     def launch(self, action: Callable[[], object]) -> None:
         """Queue a kernel or a copy."""
         with self.device.changed:
-            if self.device.failing_launches:
-                self.device.failing_launches -= 1
-                raise DeviceFailed("the device refuses this launch")
+            if self.device.launches_until_failure:
+                self.device.launches_until_failure -= 1
+                if not self.device.launches_until_failure:
+                    raise DeviceFailed("the device refuses this launch")
         self.put(_Work(action))
 
     def put(self, work: _Work) -> None:
@@ -144,7 +145,8 @@ class DoubleDevice:
 
     Attributes:
         streams: in the order in which they were made.
-        failing_launches: so many of the next launches raise.
+        holds_new_streams: whether only `run_one` does the work of later streams.
+        launches_until_failure: 1: the next launch raises, once; 0: none does.
         is_lost: every call raises from now on.
         pinned: pinned host memory, by address.
     """
@@ -152,7 +154,8 @@ class DoubleDevice:
     def __init__(self, seed: int = 0) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.streams: list[DoubleStream] = []
-        self.failing_launches = 0
+        self.holds_new_streams = False
+        self.launches_until_failure = 0
         self.is_lost = False
         self.pinned: dict[int, int] = {}
         self._local = threading.local()
@@ -181,6 +184,7 @@ class DoubleDevice:
     def new_stream(self) -> DoubleStream:
         """A stream with nothing to do."""
         stream = DoubleStream(self)
+        stream.is_held = self.holds_new_streams
         with self.changed:
             self.streams.append(stream)
         return stream
@@ -242,13 +246,12 @@ class DoubleDevice:
         ]
 
     def _do(self, stream: DoubleStream) -> None:
-        work = stream.queue[0]
+        work = stream.queue.popleft()
+        self.changed.notify_all()
         if work.action is not None:
             work.action()
         if work.records is not None:
             work.records.has_happened = True
-        stream.queue.popleft()
-        self.changed.notify_all()
 
     def _run(self) -> None:
         with self.changed:
