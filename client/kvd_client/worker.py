@@ -28,7 +28,6 @@ from kvd_client.lane_link import LaneLink
 from kvd_client.memory import Descriptors, Memory
 from kvd_client.readiness import Readiness
 from kvd_client.registration import (
-    TRANSIENT_CODES,
     RegistrationState,
     WorkerRegistration,
     register_message,
@@ -48,6 +47,7 @@ from kvd_proto.messages import (
     Attached,
     Detached,
     Error,
+    ErrorCode,
     Fingerprint,
     LaneUp,
     Load,
@@ -237,12 +237,12 @@ class Worker(ClientSession):
                 self._readiness.set()
 
     def _take_fallback(self, message: Register, reply: Message) -> bool:
-        """Request staging in place of memory that the daemon refuses for good.
+        """Request staging in place of memory that can never be served.
 
         Return whether there is something new to request. Called by the keeper.
         """
         route = self._route
-        if not isinstance(reply, Error) or reply.code in TRANSIENT_CODES:
+        if not isinstance(reply, Error) or reply.code is not ErrorCode.BAD_LAYOUT:
             return False
         if route is None or route.fallback is None or route.message is not message:
             return False
