@@ -556,6 +556,8 @@ class Worker(ClientSession):
             return
         if self._staged is not None:
             self._staged.close(self.deadline)
+        with self._changed:
+            self._drop_route()
         if self._registration.is_registered:
             self._request(Unregister(), self.deadline)
         self._readiness.close()
