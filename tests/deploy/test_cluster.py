@@ -139,7 +139,12 @@ def test_with_staging_kvd_needs_no_gpu_and_no_numbers_of_the_node(tmp_path: Path
     rendered = {}
     for components in ("[prometheus]", "[prometheus, staging]"):
         file.write_text(
-            re.sub(r"^components: .*", f"components: {components}", file.read_text(), flags=re.M)
+            re.sub(
+                r"^components: .*",
+                f"components: {components}",
+                file.read_text(),
+                flags=re.MULTILINE,
+            )
         )
         done = run(tool("kubectl"), "kustomize", folder)
         assert done.returncode == 0, done.stderr

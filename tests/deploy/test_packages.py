@@ -20,6 +20,7 @@ from kvd.version import VERSION
 from tests.conftest import Daemon
 from tests.daemon.serving import run_kvd
 from tests.deploy.places import ROOT, run, stop_seconds, tool
+from tests.torch_engine import SOURCES, write_torch_engine
 from tests.waiting import eventually
 
 DOCKER = ROOT / "docker"
@@ -75,6 +76,17 @@ def test_with_staging_engine_and_kvd_share_the_sockets_alone() -> None:
     options, usual_options = (json.loads(of["command"][-1]) for of in (vllm, usual_vllm))
     extra = {"kv_connector_extra_config": {"transfer": "staging"}}
     assert options == usual_options | extra
+
+
+def test_an_engine_in_namespaces_of_its_own_stages(shared_daemon: Daemon, tmp_path: Path) -> None:
+    """It has users, processes, network and IPC of its own, as in a container without rights."""
+    own = ("--user", "--map-current-user", "--pid", "--fork", "--net", "--ipc")
+    if run(tool("unshare"), *own, "true").returncode:
+        pytest.skip("this machine allows no user namespaces")
+    engine = write_torch_engine(tmp_path)
+    command = ("unshare", *own, sys.executable, engine, shared_daemon.runtime_dir, "staging")
+    done = run(*command, **SOURCES)
+    assert (done.stderr, done.stdout) == ("", "staging True\n")
 
 
 def test_a_large_pool_fits() -> None:

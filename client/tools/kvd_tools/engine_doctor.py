@@ -67,11 +67,11 @@ class TransferOutcome:
 def examine_engine(runtime_dir: Path) -> list[EngineFinding]:
     """Return the findings about this environment as an engine's; `kvd doctor` calls it."""
     daemon, has_pool = check_daemon(runtime_dir)
-    findings = list(_check_torch())
-    if findings[0].level == "ok":
+    findings = [*_check_torch(), daemon]
+    if not TORCH_PROBLEM:
         serving_dir = runtime_dir if has_pool else None
         findings += [check_transfer(device, serving_dir) for device in visible_devices()]
-    return [*findings, daemon]
+    return findings
 
 
 # ------------------------------------------------------------------- accelerator
