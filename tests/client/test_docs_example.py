@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import kvd_client
 from tests.conftest import Daemon, StartDaemon
 from tests.processes import python
-from tests.torch_engine import SOURCES, write_torch_engine
+from tests.torch_engine import SOURCE_PATH, write_torch_engine
 from tests.waiting import DEADLINE
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,14 @@ def test_example_with_torch_runs(
 ) -> None:
     """Tensors are stored and loaded either way."""
     engine = write_torch_engine(tmp_path)
-    done = python("-W", "error", engine, shared_daemon.runtime_dir, transfer, environment=SOURCES)
+    done = python(
+        "-W",
+        "error",
+        engine,
+        shared_daemon.runtime_dir,
+        transfer,
+        environment=os.environ | {"PYTHONPATH": SOURCE_PATH},
+    )
     assert (done.stderr, done.stdout) == ("", f"{way} True\n")
 
 

@@ -20,7 +20,7 @@ from kvd.version import VERSION
 from tests.conftest import Daemon
 from tests.daemon.serving import run_kvd
 from tests.deploy.places import ROOT, run, stop_seconds, tool
-from tests.torch_engine import SOURCES, write_torch_engine
+from tests.torch_engine import SOURCE_PATH, write_torch_engine
 from tests.waiting import eventually
 
 DOCKER = ROOT / "docker"
@@ -85,7 +85,7 @@ def test_an_engine_in_namespaces_of_its_own_stages(shared_daemon: Daemon, tmp_pa
         pytest.skip("this machine allows no user namespaces")
     engine = write_torch_engine(tmp_path)
     command = ("unshare", *own, sys.executable, engine, shared_daemon.runtime_dir, "staging")
-    done = run(*command, **SOURCES)
+    done = run(*command, PYTHONPATH=SOURCE_PATH)
     assert (done.stderr, done.stdout) == ("", "staging True\n")
 
 

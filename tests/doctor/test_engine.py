@@ -124,7 +124,7 @@ def test_without_torch_it_says_what_follows(shared_daemon: Daemon, tmp_path: Pat
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: no such file')")
     search_path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     status, findings = examine(shared_daemon.runtime_dir, PYTHONPATH=search_path)
-    assert (status, findings.keys()) == (0, {"torch", "daemon"})
+    assert (status, set(findings)) == (0, {"torch", "daemon"})
     assert findings["torch"]["level"] == "warn"
     assert "libtorch.so: no such file" in findings["torch"]["text"]
     assert "the engine's Python" in findings["torch"]["remedy"]

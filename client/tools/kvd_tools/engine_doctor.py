@@ -5,6 +5,7 @@ cache, and unregistered again. The engine of the test lacks a rank, so that it t
 pool, and no lane pins memory for it. The `kvd` command prints the findings.
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -64,8 +65,14 @@ class TransferOutcome:
     obstacle: str = ""
 
 
+def unique_name() -> str:
+    """Return an engine's name that no other doctor has; containers share process numbers."""
+    return f"doctor-{os.urandom(4).hex()}"
+
+
 def examine_engine(runtime_dir: Path) -> list[EngineFinding]:
     """Return the findings about this environment as an engine's; `kvd doctor` calls it."""
+    logging.getLogger("kvd_client").addHandler(logging.NullHandler())  # the findings say it
     daemon, has_pool = check_daemon(runtime_dir)
     findings = [*_check_torch(), daemon]
     if not TORCH_PROBLEM:
@@ -184,8 +191,9 @@ def try_transfer(device: "torch.device", runtime_dir: Path) -> TransferOutcome:
         tensors=tensors.tensors,
         groups=(GroupSpec((TensorRef(0, PAGE_BYTES),), 1),),
     )
-    name = f"doctor-{os.getpid()}-{str(device).replace(':', '-')}"
-    with Worker(runtime_dir, name, rank=0, world_size=2, deadline=ANSWER_SECONDS) as worker:
+    with Worker(
+        runtime_dir, unique_name(), rank=0, world_size=2, deadline=ANSWER_SECONDS
+    ) as worker:
         worker.register(
             tensors, layout, Fingerprint(model="kvd doctor"), temporary=True, transfer="auto"
         )
@@ -220,12 +228,12 @@ def transfer_finding(subject: str, kind: str, outcome: TransferOutcome) -> Engin
 
 def check_daemon(runtime_dir: Path) -> tuple[EngineFinding, bool]:
     """Return the finding about the daemon, and whether it has a pool to register with."""
-    with Scheduler(runtime_dir, f"doctor-{os.getpid()}", deadline=ANSWER_SECONDS) as observer:
+    with Scheduler(runtime_dir, unique_name(), deadline=ANSWER_SECONDS) as observer:
         status = observer.status()
         if not status:
             text, remedy = _why_unreachable(runtime_dir, observer)
             return EngineFinding("daemon", "fail", text, remedy), False
-    name = f"kvd {status['version']}, pid {status['pid']}, answers in {runtime_dir}"
+    name = f"{status['version']}, pid {status['pid']}, answers in {runtime_dir}"
     if not status["pool"]["cpu_bytes"]:
         remedy = "run this again once an engine is registered, or give the daemon --cpu-bytes"
         text = f"{name}; cpu_bytes is auto and the pool has no size yet, so nothing was registered"
