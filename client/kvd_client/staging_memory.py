@@ -6,14 +6,17 @@
 
 import ctypes
 import mmap
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.memory import HostMemory, Memory
+from kvd_client.errors import UnsupportedMemory
+from kvd_client.memory import HostMemory, Memory, sealed_file
 from kvd_client.staging_layout import Ints, StagingLayout
 from kvd_client.timeline import ControlPage, Signals
 from kvd_proto.layout import RankLayout
@@ -29,8 +32,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class StagingMemory:
     """The host memory of staging pages, a sparse file that the daemon maps.
 
+    Only the window is mapped here: a core dump of this process does not fill the rest.
+
     Args:
         pages: where they lie.
+
+    Attributes:
+        memory: the whole file, to register.
+        window: u8[bytes of the window].
 
     Raises:
         UnsupportedMemory: the system has no memory for it.
@@ -38,9 +47,21 @@ class StagingMemory:
 
     def __init__(self, pages: StagingLayout) -> None:
         self.pages = pages
-        self.memory = HostMemory.allocate(pages.layout.used_bytes)
         offset, nbytes = pages.window
-        self.window = self.memory.array[offset : offset + nbytes]
+        begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        fd = -1
+        try:
+            fd = sealed_file("kvd-staging", pages.layout.used_bytes)
+            mapping = mmap.mmap(fd, offset + nbytes - begin, offset=begin)
+            mapping.madvise(mmap.MADV_DONTDUMP)
+        except (OSError, ValueError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise UnsupportedMemory(
+                f"a file of {pages.layout.used_bytes} bytes for staging cannot be made: {error}"
+            ) from error
+        self.memory = HostMemory(fd, pages.layout.used_bytes)
+        self.window = np.frombuffer(mapping, np.uint8)[offset - begin :]
 
     @property
     def address(self) -> int:
@@ -70,7 +91,10 @@ class Copy(ABC):
 
 
 class BlockCopier(ABC):
-    """Copies between an engine's blocks and staging pages. For one thread, but for `signals`."""
+    """Copies between an engine's blocks and staging pages.
+
+    For one thread, which enters it as a context, but for `signals` and the last `close`.
+    """
 
     signals: Signals | None = None
     """Of the engine's streams; None: the host signals, for the memory is host memory."""
@@ -82,6 +106,11 @@ class BlockCopier(ABC):
     @abstractmethod
     def scatter(self, segments: Segments, page: int, after: Sequence[Any]) -> Copy:
         """Start to copy consecutive pages from `page` on to blocks, after these events."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Prepare this thread for copies; at the end no copy may be running."""
+        yield
 
     @abstractmethod
     def close(self) -> None:
