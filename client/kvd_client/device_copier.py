@@ -123,10 +123,13 @@ class DeviceCopier(BlockCopier):
             buffer_pages = max(buffer_pages, layout.blocks_per_chunk)
             shape = buffer_pages, self._pages.page_bytes
             for stream in (self._gathers, self._scatters):
-                self._buffers[id(stream)] = (
-                    torch.empty(shape, dtype=torch.uint8, device=storages[0].device),
-                    torch.empty(buffer_pages, dtype=torch.int64, device=storages[0].device),
-                )
+                # Allocate on the stream that uses them: torch's allocator hands memory on in the
+                # order of one stream, before another stream's work on it has finished.
+                with stream:
+                    self._buffers[id(stream)] = (
+                        torch.empty(shape, dtype=torch.uint8, device=storages[0].device),
+                        torch.empty(buffer_pages, dtype=torch.int64, device=storages[0].device),
+                    )
 
     def gather(self, segments: Segments, page: int, after: Sequence[Any]) -> Copy:
         """See BlockCopier."""

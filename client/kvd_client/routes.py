@@ -93,7 +93,7 @@ def choose_route(
     Raises:
         UsageError, UnsupportedMemory, CudaError: see `Worker.register`.
     """
-    if transfer not in get_args(Transfer):
+    if not isinstance(transfer, str) or transfer not in get_args(Transfer):
         raise UsageError(f"transfer={shown(transfer)}: auto, export or staging is needed")
     check_int("staging_bytes", staging_bytes, MIN_STAGING_BYTES)
     if not isinstance(memory, KvTensors):

@@ -44,7 +44,7 @@ MAX_AT_LANE = 16  # pieces of each kind
 POLL_SECONDS = 0.001  # between looks at running copies, and at numbers that have no event
 IDLE_SECONDS = 1.0
 
-_ENDED = "staging has ended"
+_ENDED = "staging has ended; nothing is loaded or stored until memory is registered again"
 _SUSPENDED = "the engine has suspended copies of its memory"
 
 log = get_logger()
@@ -101,8 +101,9 @@ class _StagedJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no piece runs and none will begin."""
-        return self.is_over and not self.num_running
+        """Whether the blocks are free: no piece touches them, or what it reads goes nowhere."""
+        is_void = self.kind is Store and self.failure is not None
+        return is_void or (self.is_over and not self.num_running)
 
     def result(self) -> JobResult:
         """Return the result of an ended job.
@@ -181,8 +182,8 @@ class StagedJobs:
         self._copying: list[_RunningPiece] = []
         self._finished: list[JobResult] = []
         self._is_suspended = False
+        self._has_failed = False  # the thread has ended
         self._is_closed = False
-        self._has_failed = False  # the thread has met a bug
 
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -364,7 +365,8 @@ class StagedJobs:
         """Report a job that has ended."""
         if job.is_over and job in self._queues[job.kind]:
             self._queues[job.kind].remove(job)
-        if job.has_ended and self._jobs.pop(job.job_id, None) is job:
+        if job.has_ended and self._jobs.get(job.job_id) is job:
+            del self._jobs[job.job_id]
             self._report(job.result())
 
     def _stop(self, job: _StagedJob, status: JobStatus, text: str) -> None:
@@ -441,7 +443,7 @@ class StagedJobs:
         with self._changed:
             self._copying.clear()
             self._report_all_failed(_ENDED)
-            self._changed.notify_all()
+            self._changed.notify_all()  # of `suspend`
 
     def _wait_for_news(self) -> None:
         with self._changed:
