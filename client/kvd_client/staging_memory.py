@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -156,6 +157,44 @@ class _Done(Copy):
 _DONE = _Done()
 
 
+@dataclass(frozen=True, slots=True)
+class _HostRef:
+    """One ref's rows: `row_bytes` of each block, and of each page.
+
+    numpy keeps the GIL when it copies strided void items, or picks them without `take`. Those
+    copies go through bytes.
+
+    Attributes:
+        blocks, block_bytes: of the engine's memory, as void items and as bytes[blocks, row_bytes].
+        pages, page_bytes: of the window, alike.
+    """
+
+    row_bytes: int
+    blocks: npt.NDArray[Any]
+    block_bytes: npt.NDArray[np.uint8]
+    pages: npt.NDArray[Any]
+    page_bytes: npt.NDArray[np.uint8]
+
+    def gather(self, ids: Ints, page: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy blocks to consecutive positions of the window; `buffer` has room for them."""
+        end = page + len(ids)
+        if not self.blocks.flags.c_contiguous:  # `take` would copy all of them first
+            self.page_bytes[page:end] = self.block_bytes[ids]
+            return
+        rows = self.pages[page:end]
+        is_dense = rows.flags.c_contiguous
+        if not is_dense:
+            buffer = buffer[: len(ids) * self.row_bytes]
+            rows = buffer.view(self.blocks.dtype)
+        np.take(self.blocks, ids, out=rows, mode="clip")  # not "raise", which copies twice
+        if not is_dense:
+            self.page_bytes[page:end] = buffer.reshape(len(ids), self.row_bytes)
+
+    def scatter(self, ids: Ints, page: int) -> None:
+        """Copy consecutive positions of the window to blocks."""
+        self.blocks[ids] = self.pages[page : page + len(ids)]
+
+
 class HostCopier(BlockCopier):
     """Copies in host memory, at once. numpy releases the GIL meanwhile.
 
@@ -171,37 +210,39 @@ class HostCopier(BlockCopier):
     ) -> None:
         self._owner = owner
         self._staging = staging
-        self._refs: list[list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]] = []
+        self._buffer = np.empty(0, np.uint8)
+        self._refs: list[list[_HostRef]] = []
         pages = staging.pages
         for group, staged in zip(layout.groups, pages.layout.groups, strict=True):
-            views = []
+            refs = []
             for ref, staged_ref in zip(group.refs, staged.refs, strict=True):
                 tensor = layout.tensors[ref.tensor]
-                blocks = _rows(
-                    _bytes_at(storages[tensor.storage], layout.storages[tensor.storage]),
-                    tensor.offset,
-                    ref.page_bytes,
-                    tensor.block_stride,
-                    layout.num_blocks,
-                )
+                memory = _bytes_at(storages[tensor.storage], layout.storages[tensor.storage])
+                blocks = memory, tensor.offset, tensor.block_stride, layout.num_blocks
                 offset = pages.layout.tensors[staged_ref.tensor].offset
-                rows = _rows(
-                    staging.window, offset, ref.page_bytes, pages.page_bytes, pages.num_pages
+                window = staging.window, offset, pages.page_bytes, pages.num_pages
+                refs.append(
+                    _HostRef(
+                        ref.page_bytes,
+                        _rows(ref.page_bytes, *blocks),
+                        _bytes_of_rows(ref.page_bytes, *blocks),
+                        _rows(ref.page_bytes, *window),
+                        _bytes_of_rows(ref.page_bytes, *window),
+                    )
                 )
-                views.append((blocks, rows))
-            self._refs.append(views)
+            self._refs.append(refs)
 
     def gather(self, segments: Segments, page: int, after: Sequence[Any]) -> Copy:
         """See BlockCopier."""
         del after
         at = self._staging.position(page)
         for group, ids in segments:
-            for blocks, pages in self._refs[group]:
-                rows = pages[at : at + len(ids)]
-                if blocks.flags.c_contiguous and rows.flags.c_contiguous:
-                    np.take(blocks, ids, out=rows, mode="clip")  # not "raise", which copies twice
-                else:
-                    rows[:] = blocks[ids]
+            refs = self._refs[group]
+            nbytes = len(ids) * max(ref.row_bytes for ref in refs)
+            if len(self._buffer) < nbytes:
+                self._buffer = np.empty(nbytes, np.uint8)
+            for ref in refs:
+                ref.gather(ids, at, self._buffer)
             at += len(ids)
         return _DONE
 
@@ -210,8 +251,8 @@ class HostCopier(BlockCopier):
         del after
         at = self._staging.position(page)
         for group, ids in segments:
-            for blocks, pages in self._refs[group]:
-                blocks[ids] = pages[at : at + len(ids)]
+            for ref in self._refs[group]:
+                ref.scatter(ids, at)
             at += len(ids)
         return _DONE
 
@@ -227,7 +268,14 @@ def _bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _rows(
-    memory: npt.NDArray[np.uint8], offset: int, row_bytes: int, stride: int, count: int
+    row_bytes: int, memory: npt.NDArray[np.uint8], offset: int, stride: int, count: int
 ) -> npt.NDArray[Any]:
     """Return [count] rows of `row_bytes`; one item each, so that one call copies many."""
     return np.ndarray((count,), f"V{row_bytes}", memory, offset, (stride,))
+
+
+def _bytes_of_rows(
+    row_bytes: int, memory: npt.NDArray[np.uint8], offset: int, stride: int, count: int
+) -> npt.NDArray[np.uint8]:
+    """Return the same rows as bytes[count, row_bytes]."""
+    return np.ndarray((count, row_bytes), np.uint8, memory, offset, (stride, 1))
