@@ -65,6 +65,11 @@ class Route:
     copier: BlockCopier | None = None
     fallback: "Callable[[str], Route] | None" = None
 
+    def close(self) -> None:
+        """Free what was prepared, if no job has gone this way."""
+        if self.copier is not None:
+            self.copier.close()
+
 
 def choose_route(
     memory: Sequence[Memory] | KvTensors,

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client import RankLayout
-from kvd_client.vllm.layout import share_caches
+from kvd_client.vllm.layout import describe_caches
 from kvd_proto.layout import validate_layout
 from kvd_tools.models import LLAMA
 
@@ -139,8 +139,7 @@ def registered(
     views: Mapping[str, torch.Tensor], config: OffloadingConfig, cache: KVCacheConfig
 ) -> RankLayout:
     """What a rank registers; a daemon would take it."""
-    shared, layout = share_caches(views, config, cache)
-    shared.close()
+    _, layout = describe_caches(views, config, cache)
     validate_layout(layout)
     return layout
 

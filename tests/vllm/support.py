@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from kvd_client.routes import MIN_STAGING_BYTES, STAGING, Transfer
 from kvd_client.vllm.metrics import ATTACHED
 from kvd_tools.engine_server import Completion
 from kvd_tools.models import LLAMA, write_model
@@ -26,6 +27,7 @@ MAX_MODEL_LEN = 1024
 SHORT = list(range(2, 10))  # with its answer less than a block
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
+STAGING_BYTES = MIN_STAGING_BYTES  # so few that a prompt's chunks are copied in several pieces
 # Of MLA: the backend of every CPU; the one for AMX computes in bfloat16 alone.
 BACKEND = {"mla": ("--attention-backend", "CPU_MLA")}
 
@@ -85,10 +87,17 @@ def compute_references(engine: VllmServer, count: int, *, own_cache: bool = True
 
 
 def with_kvd(options: VllmServerOptions, runtime_dir: Path, **extra: Any) -> VllmServerOptions:
-    """The same engine with kvd behind it, and with patience where nothing else is said."""
+    """The same engine with kvd behind it, with patience and few staging bytes by default."""
     timeouts = ("deadline", "load_timeout", "preemption_timeout")
-    patience = dict.fromkeys(timeouts, DEADLINE)
-    return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(patience | extra)))
+    defaults = dict.fromkeys(timeouts, DEADLINE) | {"staging_bytes": STAGING_BYTES}
+    return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(defaults | extra)))
+
+
+def check_transfer(engine: VllmServer, transfer: Transfer) -> None:
+    """Fail unless the ranks' log lines say that their bytes take this way."""
+    log = engine.log.read_text(errors="replace")
+    line = "the KV cache is staged: this process copies each byte to or from"
+    assert (line in log) == (transfer == STAGING)
 
 
 def chunks_of(daemon: Daemon) -> Counter[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd_client.routes import EXPORT, STAGING, Transfer
 from kvd_tools.engine_server import Completion
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, started_daemons
@@ -17,6 +18,7 @@ from tests.vllm.support import (
     References,
     Setting,
     ask_found,
+    check_transfer,
     compute_references,
     prompts,
     wait_served,
@@ -27,13 +29,17 @@ from tests.waiting import eventually
 
 DENSE, DENSE_TP2 = Setting("dense"), Setting("dense", tensor_parallel=2)
 MLA, MLA_TP2 = Setting("mla"), Setting("mla", tensor_parallel=2)
+Case = tuple[Setting, Transfer]
 ASKED = 4  # prompts of each test; one more is left for the damage
 PAGE = 4096  # a part of one block of one layer, at the most
 TRIED = 8
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
-only_dense = pytest.mark.parametrize("served", [DENSE], indirect=True, ids=["dense"])
-one_rank = pytest.mark.parametrize("served", [DENSE, MLA], indirect=True, ids=["dense", "mla"])
+only_dense = pytest.mark.parametrize("served", [(DENSE, EXPORT)], indirect=True, ids=["dense"])
+one_rank = pytest.mark.parametrize(
+    "served", [(DENSE, EXPORT), (MLA, EXPORT)], indirect=True, ids=["dense", "mla"]
+)
+nightly = pytest.mark.nightly
 
 
 @dataclass
@@ -52,8 +58,16 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[DENSE, DENSE_TP2, MLA, pytest.param(MLA_TP2, marks=pytest.mark.nightly)],
-    ids=["dense", "dense-tp2", "mla", "mla-tp2"],
+    params=[
+        (DENSE, EXPORT),
+        (DENSE_TP2, EXPORT),
+        (MLA, EXPORT),
+        pytest.param((MLA_TP2, EXPORT), marks=nightly),
+        (DENSE_TP2, STAGING),
+        pytest.param((MLA, STAGING), marks=nightly),
+        pytest.param((MLA_TP2, STAGING), marks=nightly),
+    ],
+    ids=["dense", "dense-tp2", "mla", "mla-tp2", *("dense-tp2-st", "mla-st", "mla-tp2-st")],
 )
 def served(
     request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
@@ -62,15 +76,17 @@ def served(
 
     Of DENSE_TP2 the same engine says it, of the others one without a connector.
     """
-    setting: Setting = request.param
+    case: Case = request.param
+    setting, transfer = case
     alone = setting.options(models)
-    engine = start_engine(with_kvd(alone, module_dir, blocks_per_chunk=2))
+    engine = start_engine(with_kvd(alone, module_dir, blocks_per_chunk=2, transfer=transfer))
     reference = engine if setting == DENSE_TP2 else start_engine(alone)
     reference.wait_ready()
     known = compute_references(reference, 2 * ASKED + 1, own_cache=setting.own_cache)
     if reference is not engine:
         reference.close()
     engine.wait_ready()
+    check_transfer(engine, transfer)
     with started_daemons(module_dir) as start:
         daemon = start(cpu_bytes="256MiB")
         wait_served(daemon, engine)

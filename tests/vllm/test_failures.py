@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvd_client.routes import EXPORT, STAGING
 from kvd_client.vllm.metrics import LOAD_FAILURES
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
@@ -22,6 +23,7 @@ from tests.vllm.support import (
     Setting,
     Traffic,
     ask_found,
+    check_transfer,
     chunks_of,
     compute_references,
     prompts,
@@ -39,10 +41,15 @@ ROUNDS = 10  # of asking the same prompts
 LOADS, WAITING = "vllm:kv_offload_load_size_count", "vllm:num_requests_waiting"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
+rarely_staged = pytest.mark.parametrize(
+    "engine", [EXPORT, pytest.param(STAGING, marks=pytest.mark.nightly)], indirect=True
+)
 
 
-@pytest.fixture(scope="module")
-def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> VllmServer:
+@pytest.fixture(scope="module", params=[EXPORT, STAGING])
+def engine(
+    request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
+) -> Iterator[VllmServer]:
     """One engine for all these failures; when it starts there is no daemon."""
     options = with_kvd(
         DENSE.options(models),
@@ -50,10 +57,13 @@ def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> VllmSer
         blocks_per_chunk=2,
         load_timeout=LOAD_TIMEOUT,
         preemption_timeout=PREEMPTION_TIMEOUT,
+        transfer=request.param,
     )
     engine = start_engine(options)
     engine.wait_ready()
-    return engine
+    check_transfer(engine, request.param)
+    yield engine
+    engine.kill()
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +193,7 @@ def test_an_engine_serves_through_the_loss_of_a_lane(served: Served, fate: str) 
     served.check_hits()
 
 
+@rarely_staged
 def test_a_load_that_takes_too_long_is_computed(served: Served) -> None:
     """After load_timeout the load is stopped, and its request is computed."""
     engine, known = served.engine, served.known
@@ -286,6 +297,7 @@ def core_pid(engine: VllmServer) -> int:
     raise AssertionError("no process is the engine's core")
 
 
+@rarely_staged
 def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
     served: Served, models: Path, start_engine: StartEngine, module_dir: Path
 ) -> None:
@@ -313,3 +325,4 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
     wait_served(daemon, successor)
     check_equal(ask_found(successor, known.prompts[:5]), known.warm)
     assert stored_chunks(daemon) == stored
+    successor.kill()

@@ -49,10 +49,18 @@ def test_keys_of_either_side_are_taken() -> None:
         "runtime_dir": "/run/mine",
         "deadline": 2,
         "events": False,
+        "transfer": "staging",
+        "staging_bytes": 2**30,
         **dict.fromkeys(VLLM_KEYS, "vLLM checks it"),
         "canonical_layout": False,
     }
-    taken = VllmOptions(runtime_dir="/run/mine", deadline=2.0, events=False)
+    taken = VllmOptions(
+        runtime_dir="/run/mine",
+        deadline=2.0,
+        events=False,
+        transfer="staging",
+        staging_bytes=2**30,
+    )
     assert read_options(given, named) == taken
     assert read_options({}, named) == VllmOptions(runtime_dir="/run/other")
     assert read_options({}, {"KVD_RUNTIME_DIR": ""}) == VllmOptions(runtime_dir="/run/kvd")
@@ -68,6 +76,8 @@ def test_keys_of_either_side_are_taken() -> None:
         ({"pending_timeout": float("nan")}, ["pending_timeout", "nan"]),
         ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
         ({"label": "x" * 257}, ["label", "<= 256"]),
+        ({"transfer": "copy"}, ["transfer", "'copy'"]),
+        ({"staging_bytes": 4096}, ["staging_bytes", ">= 1048576"]),
         ({"kv_layout": "HND"}, ["kv_layout='HND' is no layout of vLLM's", *KV_LAYOUTS]),
         ({"cpu_bytes_to_use": 1234}, ["cpu_bytes_to_use=1234", "kvd serve --cpu-bytes"]),
         ({"eviction_policy": "lru"}, ["eviction_policy", "kvd serve --policy"]),

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
+from kvd_client.routes import EXPORT, STAGING, Transfer
 from kvd_client.vllm import KvdOffloadingWorker, VllmOptions
 from kvd_client.vllm.connector import KvdConnectorWorker
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
@@ -38,6 +39,8 @@ class FakeWorker:
         expedited: jobs that go first.
         ended: results that the next `get_finished` returns.
         refusal: why jobs are refused; "cuda": the device is lost.
+        transfer: how the memory is reached.
+        device: whose streams signal; None: the memory is the host's.
     """
 
     submitted: list[int] = field(default_factory=list)
@@ -47,18 +50,21 @@ class FakeWorker:
     expedited: list[int] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     refusal: str = ""
-    device: str = "host"
+    transfer: Transfer = EXPORT
+    device: int | None = None
 
     @property
     def timeline(self) -> "FakeWorker":
         """See Worker."""
         return self
 
-    def signal_on(self, stream: int) -> int:
-        """See Timeline: numbers that show the stream."""
+    def signal_on(self, stream: Any) -> int:
+        """See Timeline: numbers that show the driver's stream, or the torch stream."""
         if self.refusal == "cuda":
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
-        return 1000 + stream
+        is_torch_stream = hasattr(stream, "cuda_stream")
+        assert is_torch_stream == (self.transfer == STAGING)
+        return 1000 + (stream.cuda_stream if is_torch_stream else stream)
 
     def submit(
         self,
@@ -142,19 +148,22 @@ def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
     return {result.job_id: result.success for result in ended}
 
 
+@pytest.mark.parametrize("transfer", [EXPORT, STAGING])
 def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
     rank: KvdOffloadingWorker,
     lane: FakeWorker,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    transfer: Transfer,
 ) -> None:
     """Every job waits for what is on torch's current stream; a lost device fails the jobs.
 
     The log tells it once.
     """
-    lane.device = "cuda:" + "0f" * 16
+    lane.device, lane.transfer = 0, transfer
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     rank.submit_store(1, blocks(), chunks(2))
     stream.cuda_stream = 8
     rank.submit_load(2, chunks(2), blocks())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from kvd_client.routes import EXPORT, STAGING, Transfer
 from kvd_client.vllm.options import release
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import StartDaemon
@@ -20,6 +21,7 @@ from tests.vllm.support import (
     Setting,
     Traffic,
     ask_found,
+    check_transfer,
     chunks_of,
     compute_references,
     prompts,
@@ -37,51 +39,77 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 @dataclass
 class Pair:
-    """Two engines of one hybrid model; when they start there is no daemon."""
+    """Two engines of one hybrid model; when they start there is no daemon.
+
+    Attributes:
+        first: exports its KV cache.
+        second: copies it through staging memory.
+    """
 
     first: VllmServer
     second: VllmServer
     known: References
 
+    def of(self, transfer: Transfer) -> VllmServer:
+        """The engine whose bytes take this way."""
+        return self.first if transfer == EXPORT else self.second
+
 
 @pytest.fixture(scope="module")
 def pair(models: Path, module_dir: Path, start_engine: StartEngine) -> Pair:
     """They look for a daemon in `module_dir`."""
-    options = with_kvd(
-        Setting("hybrid").options(models), module_dir, blocks_per_chunk=BLOCKS_PER_CHUNK
-    )
-    first, second = start_engine(options), start_engine(options)
+    first, second = [
+        start_engine(
+            with_kvd(
+                Setting("hybrid").options(models),
+                module_dir,
+                blocks_per_chunk=BLOCKS_PER_CHUNK,
+                transfer=transfer,
+            )
+        )
+        for transfer in (EXPORT, STAGING)
+    ]
     first.wait_ready()
     second.wait_ready()
+    check_transfer(first, EXPORT)
+    check_transfer(second, STAGING)
     return Pair(first, second, compute_references(first, 8))
 
 
 def test_engines_of_one_model_share_chunks(
     pair: Pair, module_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """What one engine stored the other loads: to the last bit what it has by itself."""
-    asked = pair.known.prompts[:4]
+    """What one engine stored the other loads: to the last bit what it has by itself.
+
+    Whichever way the bytes of either take, there and back.
+    """
     daemon = start_daemon(where=module_dir)
     wait_served(daemon, pair.first, pair.second)
-    cold = ask_all(pair.first, asked)
-    check_equal(cold, pair.known.cold)
-    assert {answer.cached_tokens for answer in cold} == {0}
-    ask_found(pair.first, asked)
-    wait_stored(daemon)
-    stored = stored_chunks(daemon)
-    check_equal(ask_found(pair.second, asked), pair.known.warm)
-    assert stored_chunks(daemon) == stored
+    for writer, reader, part in (
+        (pair.first, pair.second, slice(0, 4)),
+        (pair.second, pair.first, slice(4, 8)),
+    ):
+        asked, warm = pair.known.prompts[part], pair.known.warm[part]
+        cold = ask_all(writer, asked)
+        check_equal(cold, pair.known.cold[part])
+        assert {answer.cached_tokens for answer in cold} == {0}
+        check_equal(ask_found(writer, asked), warm)
+        wait_stored(daemon)
+        stored = stored_chunks(daemon)
+        check_equal(ask_found(reader, asked), warm)
+        assert stored_chunks(daemon) == stored  # one namespace, which `stored_chunks` asserts
     eventually(
         lambda: [engine["counters"]["hit_tokens"] for engine in daemon.status()["engines"]],
-        lambda hit_tokens: min(hit_tokens) >= len(asked) * CACHED_TOKENS,
+        lambda hit_tokens: min(hit_tokens) >= len(pair.known.prompts) * CACHED_TOKENS,
     )
 
 
+@pytest.mark.parametrize("transfer", [EXPORT, STAGING])
 def test_windows_that_begin_inside_each_others_chunks_are_found(
-    pair: Pair, module_dir: Path, start_daemon: StartDaemon
+    pair: Pair, module_dir: Path, start_daemon: StartDaemon, transfer: Transfer
 ) -> None:
     """A chunk stored from a window's edge on is a miss where all of it is needed."""
-    engine = pair.first
+    engine = pair.of(transfer)
     (text,) = prompts(1, seed=3, tokens=MAX_MODEL_LEN)
     edges = [text[:length] for length in (232, 360, 488)]  # windows begin inside chunks
     asked = [text[:length] for length in (136, 264, 392, 232, 520, 360, 488, 700)]
@@ -121,11 +149,12 @@ def test_windows_that_begin_inside_each_others_chunks_are_found(
         assert counters["replaced"] == 0
 
 
+@pytest.mark.parametrize("transfer", [EXPORT, STAGING])
 def test_prompts_that_begin_alike_are_found_at_once(
-    pair: Pair, module_dir: Path, start_daemon: StartDaemon
+    pair: Pair, module_dir: Path, start_daemon: StartDaemon, transfer: Transfer
 ) -> None:
     """Each loads its own windows, beside the others' loads: the answers are as without kvd."""
-    engine, (prefix,) = pair.first, prompts(1, seed=5, tokens=256)
+    engine, (prefix,) = pair.of(transfer), prompts(1, seed=5, tokens=256)
     asked = [prefix + tail for tail in prompts(6, seed=6, tokens=144)]
     engine.reset()
     expected = ask_all(engine, asked)

@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
 
 from kvd_client import UnsupportedMemory, cuda_driver
+from kvd_client.routes import EXPORT, STAGING
 from kvd_client.vllm import KvdOffloadingSpec, KvdOffloadingWorker
 from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from tests.client.fake_daemon import FakeDaemon
@@ -59,7 +60,7 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
 
     With required=true the same sentence ends the start.
     """
-    spec, views, _ = make_spec(tmp_path, daemon.runtime_dir)
+    spec, views, _ = make_spec(tmp_path, daemon.runtime_dir, transfer=EXPORT)
     whole(views).untyped_storage().share_memory_()
     worker = spec.make_worker(views)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
@@ -71,6 +72,21 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     spec.options = msgspec.structs.replace(spec.options, required=True)
     with pytest.raises(UnsupportedMemory, match="before share_memory_"):
         spec.make_worker(views)
+
+
+def test_memory_that_cannot_be_exported_is_staged(
+    tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default: the rank is registered, and one line says why and what it costs."""
+    spec, views, _ = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    whole(views).untyped_storage().share_memory_()
+    rank = spec.make_worker(views)
+    assert rank.worker is not None
+    assert (rank.worker.registered, rank.worker.transfer) == (True, STAGING)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvd_client"]
+    assert rank.worker.transfer_reason in line
+    assert "; the KV cache is staged: this process copies each byte" in line
+    rank.shutdown()
 
 
 def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(

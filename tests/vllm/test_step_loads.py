@@ -24,6 +24,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvd_client.routes import EXPORT, STAGING
 from kvd_client.vllm.metrics import LOAD_FAILURES, STEP_LOADS, STEP_LOADS_LATE
 from kvd_client.vllm.scheduler import KvdWorkerMetadata
 from kvd_client.vllm.step_loads import why_impossible
@@ -40,6 +41,7 @@ from tests.vllm.support import (
     References,
     Setting,
     ask_found,
+    check_transfer,
     chunks_of,
     compute_references,
     results,
@@ -64,22 +66,29 @@ NUM_BLOCKS = 20
 
 @pytest.fixture(
     scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.nightly)],
-    ids=lambda ranks: f"TP {ranks}",
+    params=[
+        (1, EXPORT),
+        (1, STAGING),
+        pytest.param((2, EXPORT), marks=pytest.mark.nightly),
+        pytest.param((2, STAGING), marks=pytest.mark.nightly),
+    ],
+    ids=lambda param: f"TP {param[0]}, {param[1]}",
 )
 def engine(
     request: pytest.FixtureRequest, models: Path, module_dir: Path, start_engine: StartEngine
 ) -> Iterator[VllmServer]:
     """An engine that loads every hit within the step, and waits for it patiently."""
-    setting = Setting("dense", request.param)
+    ranks, transfer = request.param
     options = with_kvd(
-        setting.options(models),
+        Setting("dense", ranks).options(models),
         module_dir,
         sync_load_budget_bytes=BUDGET,
         sync_load_timeout=1.0,
+        transfer=transfer,
     )
     engine = start_engine(replace(options, args=["--no-async-scheduling"]))
     engine.wait_ready()
+    check_transfer(engine, transfer)
     yield engine
     engine.kill()
 
