@@ -290,6 +290,11 @@ class DoubleAccelerator(Accelerator):
         """See Accelerator."""
         return self.double.current[-1]
 
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See Accelerator."""
+        yield
+
     def pin(self, address: int, nbytes: int) -> bool:
         """See Accelerator."""
         if self._pins:
