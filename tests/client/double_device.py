@@ -249,7 +249,8 @@ class DoubleDevice:
         work = stream.queue.popleft()
         self.changed.notify_all()
         if work.action is not None:
-            work.action()
+            with torch.inference_mode():
+                work.action()
         if work.records is not None:
             work.records.has_happened = True
 
@@ -289,6 +290,11 @@ class DoubleAccelerator(Accelerator):
     def current_stream(self) -> Any:
         """See Accelerator."""
         return self.double.current[-1]
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See Accelerator."""
+        yield
 
     def pin(self, address: int, nbytes: int) -> bool:
         """See Accelerator."""
