@@ -314,7 +314,8 @@ def test_no_copy_touches_a_staged_cache_while_its_engine_sleeps(
         rank.submit_store(STORE, job(num_chunks, 1), slots)
         assert not process.ended(STORE)
         assert not process.load(slots, job(num_chunks, 1))
-        assert (gather.calls, whole(views).count_nonzero()) == (2, 0)
+        assert gather.calls == 2
+        assert not whole(views).any()
         manager.complete_store(keys, REQUEST, success=False)
         manager.end_step()
         vllm.wake_up()
