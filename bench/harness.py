@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,8 +19,10 @@ import numpy.typing as npt
 from kvd.errors import NotRunning
 from kvd.wire.tool import ToolConnection
 from kvd_client import JobBlocks, Load, Store
-from kvd_client.memory import DeviceMemory, HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory, Memory
+from kvd_client.routes import EXPORT, STAGING, Transfer
 from kvd_client.scheduler import Scheduler
+from kvd_client.staging_memory import KvTensors
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.directory import LookupResult
@@ -255,6 +257,16 @@ def layout(tensors: int, page: int, num_blocks: int, blocks_per_chunk: int = 1) 
     )
 
 
+def _as_tensors(memory: Memory) -> KvTensors:
+    import torch  # noqa: PLC0415  # for staging only
+
+    from kvd_client.torch_memory import describe_torch  # noqa: PLC0415
+
+    if not isinstance(memory, HostMemory):
+        raise TypeError(f"{memory!r}: host memory is needed")
+    return describe_torch([torch.from_numpy(memory.array)])
+
+
 class Engine:
     """One rank and its scheduler in this process, complete; ended with the context.
 
@@ -263,6 +275,7 @@ class Engine:
         layout: of `layout`.
         memory: its storage; new host memory where there is none.
         model: engines of one model share their chunks.
+        transfer: whether the daemon maps the memory, or it is staged.
 
     Raises:
         RuntimeError: from what it does: it is not complete, chunks are missing, a job failed.
@@ -274,6 +287,7 @@ class Engine:
         layout: RankLayout,
         memory: HostMemory | DeviceMemory | None = None,
         model: str = "bench",
+        transfer: Transfer = EXPORT,
     ) -> None:
         self.layout = layout
         self.memory = memory or HostMemory.allocate(layout.storages[0])
@@ -281,7 +295,12 @@ class Engine:
         name = engine_name()
         self.worker = Worker(runtime_dir, name, 0, 1)
         self.scheduler = Scheduler(runtime_dir, name)
-        self.worker.register([self.memory], layout, Fingerprint(model=model), required=True)
+        memories: Sequence[Memory] | KvTensors = [self.memory]
+        if transfer == STAGING:
+            memories = _as_tensors(self.memory)
+        self.worker.register(
+            memories, layout, Fingerprint(model=model), required=True, transfer=transfer
+        )
         if not self.worker.wait_attached(SECONDS) or not self.scheduler.wait_attached(SECONDS):
             raise RuntimeError("the engine does not become complete")
 

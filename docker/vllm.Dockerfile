@@ -7,4 +7,6 @@ FROM ${KVD} AS kvd
 
 FROM ${VLLM}
 COPY --from=kvd /opt/kvd/wheels /tmp/wheels
-RUN python3 -m pip install --no-cache-dir "$(echo /tmp/wheels/kvd_offload-*.whl)[cuda]"
+RUN python3 -m pip install --no-cache-dir "$(echo /tmp/wheels/kvd_offload-*.whl)[cuda]" \
+ # For `kvd doctor --engine`; vLLM has what the command needs.
+ && python3 -m pip install --no-cache-dir --no-deps /tmp/wheels/kvd_offload_tools-*.whl

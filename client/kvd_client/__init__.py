@@ -15,8 +15,8 @@ runtime directory and the engine's name::
 
 None of the scheduler's calls above blocks on the daemon: one that is absent, slow or restarting is
 a cache that misses. Memory comes from `HostMemory.allocate`, from device pointers by
-`DeviceMemory.at`, or from torch tensors by `kvd_client.torch_memory.share_torch`, the only module
-that imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
+`DeviceMemory.at`, or from torch tensors of any device by `kvd_client.torch_memory.describe_torch`.
+Jobs of an accelerator's memory are ordered by ``after=work_so_far(worker)``, of the same module.
 """
 
 from kvd_client.decisions import NO_TIER, TIER_UNKNOWN

@@ -10,9 +10,15 @@ Other accelerators work as XPU does if torch has streams and events for them. to
 any device are used where it has them.
 """
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any, Protocol, Self, cast
 
 import torch
+
+from kvd_client import cuda_driver
+from kvd_client.errors import KvdClientError
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -75,16 +81,40 @@ class Accelerator:
         """Return the stream to which this thread's operations go."""
         return torch.accelerator.current_stream(self.device)
 
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it this thread's current device, and allow its calls beside captures of graphs.
+
+        Without the first, a context of another device would be made for the thread.
+        """
+        torch.accelerator.set_device_index(self.device.index or 0)
+        with contextlib.ExitStack() as stack:
+            if self.kind == "CUDA":
+                with contextlib.suppress(KvdClientError):  # there are no bindings of the driver
+                    stack.enter_context(cuda_driver.beside_captures())
+            yield
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Register host memory so that copies from and to it run beside the CPU.
+
+        A thread of its own makes the call: the runtime reports a failure to whatever its thread
+        calls next.
 
         Returns:
             Whether it is registered. If not, copies are slower, and block this thread.
         """
         if self.device.type != "cuda":
             return False
-        with torch.accelerator.device_index(self.device.index):
-            return not int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        codes: list[int] = []
+
+        def register() -> None:
+            with self.current(), contextlib.suppress(Exception):
+                codes.append(int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)))
+
+        thread = threading.Thread(target=register, name="kvd-pin", daemon=True)
+        thread.start()
+        thread.join()
+        return codes == [0]
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, when no copy uses the memory any more."""

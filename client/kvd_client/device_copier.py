@@ -10,7 +10,7 @@ on its stream for the events of the engine's work on the blocks. Two ways lead f
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ import torch
 
 from kvd_client.accelerator import Accelerator, Event, Stream
 from kvd_client.errors import UsageError, get_logger, shown
-from kvd_client.staging_layout import Ints
+from kvd_client.staging_layout import Ints, StagingLayout
 from kvd_client.staging_memory import BlockCopier, Copy, Segments, StagingMemory
 from kvd_client.timeline import ControlPage, Signals
-from kvd_proto.layout import RankLayout
+from kvd_proto.layout import RankLayout, TensorRef
 
 BUFFER_BYTES = 16 * 2**20  # of each direction on the device; one chunk at least
 
@@ -98,17 +98,17 @@ class DeviceCopier(BlockCopier):
         self._accelerator = accelerator
         self._staging = staging
         self._pages = staging.pages
-        self.is_pinned = accelerator.pin(staging.address, len(staging.window))
-        if not self.is_pinned:
-            log.info("staging memory is not pinned on %s: copies are slower", accelerator.kind)
         self._host_pages = torch.from_numpy(staging.window).view(
             self._pages.num_pages, self._pages.page_bytes
         )
         # A page's block id, at the page's position: it stays until the page has another owner.
         self._host_ids = torch.zeros(self._pages.num_pages, dtype=torch.int64)
         self._views = [
-            [_rows(storages, layout, ref.tensor, ref.page_bytes) for ref in group.refs]
-            for group in layout.groups
+            [
+                _rows(storages, layout, refs, self._pages)
+                for refs in zip(group.refs, staged.refs, strict=True)
+            ]
+            for group, staged in zip(layout.groups, self._pages.layout.groups, strict=True)
         ]
         self._offsets = [
             [self._pages.layout.tensors[ref.tensor].offset for ref in group.refs]
@@ -123,10 +123,13 @@ class DeviceCopier(BlockCopier):
             buffer_pages = max(buffer_pages, layout.blocks_per_chunk)
             shape = buffer_pages, self._pages.page_bytes
             for stream in (self._gathers, self._scatters):
-                self._buffers[id(stream)] = (
-                    torch.empty(shape, dtype=torch.uint8, device=storages[0].device),
-                    torch.empty(buffer_pages, dtype=torch.int64, device=storages[0].device),
-                )
+                # Allocate on the stream that uses them: torch's allocator hands memory on in the
+                # order of one stream, before another stream's work on it has finished.
+                with stream:
+                    self._buffers[id(stream)] = (
+                        torch.empty(shape, dtype=torch.uint8, device=storages[0].device),
+                        torch.empty(buffer_pages, dtype=torch.int64, device=storages[0].device),
+                    )
 
     def gather(self, segments: Segments, page: int, after: Sequence[Any]) -> Copy:
         """See BlockCopier."""
@@ -136,11 +139,22 @@ class DeviceCopier(BlockCopier):
         """See BlockCopier."""
         return self._start(self._scatters, segments, page, after, to_pages=False)
 
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """See BlockCopier. Staging memory is pinned meanwhile."""
+        address = self._staging.address
+        with self._accelerator.current():
+            is_pinned = self._accelerator.pin(address, len(self._staging.window))
+            if not is_pinned:
+                log.info("staging memory is not pinned for %s: slower", self._accelerator.kind)
+            try:
+                yield
+            finally:
+                if is_pinned:
+                    self._accelerator.unpin(address)
+
     def close(self) -> None:
         """See BlockCopier."""
-        if self.is_pinned:
-            self.is_pinned = False
-            self._accelerator.unpin(self._staging.address)
         self._views = []
         self._buffers = {}
 
@@ -153,7 +167,7 @@ class DeviceCopier(BlockCopier):
         of a failed copy writes later.
         """
         try:
-            with stream:
+            with torch.inference_mode(), stream:
                 for event in after:
                     stream.wait_event(event)
                 at = self._staging.position(page)
@@ -219,13 +233,28 @@ def swap_blocks_batch() -> Callable[..., None] | None:
     return operation
 
 
-def _rows(storages: Sequence[Any], layout: RankLayout, number: int, nbytes: int) -> torch.Tensor:
-    """Return `nbytes` of each block of a tensor as [blocks, items], of 8-byte items if possible."""
-    tensor = layout.tensors[number]
+def _rows(
+    storages: Sequence[Any],
+    layout: RankLayout,
+    refs: tuple[TensorRef, TensorRef],
+    pages: StagingLayout,
+) -> torch.Tensor:
+    """Return a ref's bytes of each block as [blocks, items], of 8-byte items where possible.
+
+    Args:
+        storages: the engine's.
+        layout: of the engine's memory.
+        refs: the engine's, and that of the pages.
+        pages: whose places must allow 8-byte items too.
+    """
+    ref, staged = refs
+    tensor, nbytes = layout.tensors[ref.tensor], ref.page_bytes
     storage = storages[tensor.storage]
-    wide = not (tensor.offset % 8 or nbytes % 8 or tensor.block_stride % 8)
-    width = 8 if wide else 1
-    return torch.empty(0, dtype=torch.int64 if wide else torch.uint8, device=storage.device).set_(
+    offset = pages.layout.tensors[staged.tensor].offset
+    steps = (tensor.offset, nbytes, tensor.block_stride, offset, pages.page_bytes)
+    width = 1 if any(step % 8 for step in steps) else 8
+    dtype = torch.int64 if width == 8 else torch.uint8
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
         storage,
         tensor.offset // width,
         (layout.num_blocks, nbytes // width),

@@ -65,6 +65,11 @@ class Route:
     copier: BlockCopier | None = None
     fallback: "Callable[[str], Route] | None" = None
 
+    def close(self) -> None:
+        """Free what was prepared, if no job has gone this way."""
+        if self.copier is not None:
+            self.copier.close()
+
 
 def choose_route(
     memory: Sequence[Memory] | KvTensors,
@@ -88,7 +93,7 @@ def choose_route(
     Raises:
         UsageError, UnsupportedMemory, CudaError: see `Worker.register`.
     """
-    if transfer not in get_args(Transfer):
+    if not isinstance(transfer, str) or transfer not in get_args(Transfer):
         raise UsageError(f"transfer={shown(transfer)}: auto, export or staging is needed")
     check_int("staging_bytes", staging_bytes, MIN_STAGING_BYTES)
     if not isinstance(memory, KvTensors):

@@ -44,6 +44,7 @@ MAX_AT_LANE = 16  # pieces of each kind
 POLL_SECONDS = 0.001  # between looks at running copies, and at numbers that have no event
 IDLE_SECONDS = 1.0
 
+_ENDED = "staging has ended; nothing is loaded or stored until memory is registered again"
 _SUSPENDED = "the engine has suspended copies of its memory"
 
 log = get_logger()
@@ -100,8 +101,9 @@ class _StagedJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no piece runs and none will begin."""
-        return self.is_over and not self.num_running
+        """Whether the blocks are free: no piece touches them, or what it reads goes nowhere."""
+        is_void = self.kind is Store and self.failure is not None
+        return is_void or (self.is_over and not self.num_running)
 
     def result(self) -> JobResult:
         """Return the result of an ended job.
@@ -139,7 +141,7 @@ class StagedJobs:
         timeline: of the worker.
         readiness: readable while `take_finished` has results.
         is_registered: whether the worker is.
-        rank, world_size: of the worker.
+        writer: rank and world size of the worker.
         store_seconds: a store that has not ended after this time is voided.
     """
 
@@ -152,8 +154,7 @@ class StagedJobs:
         readiness: Readiness,
         *,
         is_registered: Callable[[], bool],
-        rank: int,
-        world_size: int,
+        writer: tuple[int, int],
         store_seconds: float,
     ) -> None:
         self._staging = staging
@@ -164,7 +165,7 @@ class StagedJobs:
         self._is_registered = is_registered
         layout = staging.pages.layout
         self._layout = layout
-        self._writer = (rank, world_size) if layout.replicated else None
+        self._writer = writer if layout.replicated else None
         self._store_seconds = store_seconds
         self._rings: dict[type[Store | Load], PageRing]
         self._rings = dict(zip((Store, Load), staging.pages.rings(), strict=True))
@@ -181,6 +182,7 @@ class StagedJobs:
         self._copying: list[_RunningPiece] = []
         self._finished: list[JobResult] = []
         self._is_suspended = False
+        self._has_failed = False  # the thread has ended
         self._is_closed = False
 
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -224,6 +226,8 @@ class StagedJobs:
             if job in self._jobs:
                 raise UsageError(f"job {job} has not ended; give the next one another number")
             text = _SUSPENDED if self._is_suspended else ""
+            if self._has_failed or self._is_closed:
+                text = _ENDED
             if not is_registered or not self._lane_jobs.has_lane:
                 text = self._lane_jobs.no_lane_reason
             if text:
@@ -252,8 +256,10 @@ class StagedJobs:
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""
+        end = time.monotonic() + timeout
         awaited = frozenset(job_ids)
         with self._changed:
+            at_lane = awaited - self._jobs.keys()
             self._hasten(awaited)
         self._wake()
         with self._changed:
@@ -264,13 +270,17 @@ class StagedJobs:
                 self._void(stores, timeout)
         if stores:
             self._wake()
-        return unfinished - frozenset(stores)
+        # Jobs from before this registration, whose memory was exported.
+        still_at_lane = self._lane_jobs.wait(at_lane, max(0.0, end - time.monotonic()))
+        return unfinished - frozenset(stores) | still_at_lane
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """See `Worker.cancel`."""
         with self._changed:
-            for job_id in frozenset(job_ids) & self._jobs.keys():
+            staged = frozenset(job_ids) & self._jobs.keys()
+            for job_id in staged:
                 self._stop(self._jobs[job_id], JobStatus.CANCELLED, "cancelled")
+        self._lane_jobs.cancel(frozenset(job_ids) - staged)
         self._wake()
 
     def suspend(self, timeout: float) -> bool:
@@ -287,7 +297,7 @@ class StagedJobs:
         self._wake()
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._copying or self._is_closed, max(0.0, end - time.monotonic())
+                lambda: not self._copying, max(0.0, end - time.monotonic())
             )
 
     def resume(self) -> None:
@@ -303,19 +313,18 @@ class StagedJobs:
         Returns:
             As `suspend`.
         """
-        if self._is_closed:
-            return True
         is_free = self.suspend(timeout)
         with self._changed:
             self._is_closed = True
-            os.eventfd_write(self._wake_fd, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout)
         with self._changed:
             self._report_all_failed("the worker has left")
             self._lane_jobs.forget(tuple(self._at_lane))
-            if not self._thread.is_alive():
+            if not self._thread.is_alive() and self._wake_fd >= 0:
                 os.close(self._wake_fd)
+                self._wake_fd = -1
         return is_free
 
     def abandon(self) -> None:
@@ -356,7 +365,8 @@ class StagedJobs:
         """Report a job that has ended."""
         if job.is_over and job in self._queues[job.kind]:
             self._queues[job.kind].remove(job)
-        if job.has_ended and self._jobs.pop(job.job_id, None) is job:
+        if job.has_ended and self._jobs.get(job.job_id) is job:
+            del self._jobs[job.job_id]
             self._report(job.result())
 
     def _stop(self, job: _StagedJob, status: JobStatus, text: str) -> None:
@@ -382,6 +392,7 @@ class StagedJobs:
         for queue in self._queues.values():
             first = [job for job in queue if job.job_id in job_ids]
             for job in reversed(first):
+                job.expedited = True
                 queue.remove(job)
                 queue.appendleft(job)
         self._lane_jobs.hasten(
@@ -405,15 +416,19 @@ class StagedJobs:
 
     def _wake(self) -> None:
         with self._changed:
-            if not self._is_closed:
+            if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         self._staging.populate()
         try:
-            while not self._is_closed:
-                if not self._advance():
-                    self._wait_for_news()
+            with self._copier.opened():
+                try:
+                    while not self._is_closed:
+                        if not self._advance():
+                            self._wait_for_news()
+                finally:
+                    self._end_all()
         except Exception:
             log.exception("staging has failed; all jobs from now on are misses")
             self._end_all()
@@ -422,12 +437,13 @@ class StagedJobs:
     def _end_all(self) -> None:
         """Report all jobs as failed, when no copy touches the engine's memory any more."""
         with self._changed:
-            self._is_suspended = True
+            self._has_failed = True
         while any(not _has_ended(piece) for piece in self._copying):
             time.sleep(POLL_SECONDS)
         with self._changed:
             self._copying.clear()
-            self._report_all_failed("staging has failed")
+            self._report_all_failed(_ENDED)
+            self._changed.notify_all()  # of `suspend`
 
     def _wait_for_news(self) -> None:
         with self._changed:
@@ -505,8 +521,8 @@ class StagedJobs:
             if stores:
                 self._void(stores, self._store_seconds)
             for job in overdue:
-                if job.kind is Load and not job.is_over:
-                    self._stop(job, JobStatus.TIMEOUT, "it waited too long for staging pages")
+                if job.kind is Load:
+                    self._stop(job, JobStatus.TIMEOUT, "not loaded within its time")
 
     def _send(self, piece: _RunningPiece) -> None:
         """Give a piece to the lane. Called under `_changed`."""
@@ -546,9 +562,10 @@ class StagedJobs:
             queue = self._queues[Load]
             if not queue or self._num_at_lane(Load) >= MAX_AT_LANE:
                 return False
-            piece = self._begin(queue[0])
+            job = queue[0]
+            piece = self._begin(job)
             if piece is None:
-                return False
+                return job.is_over  # then it has no pieces, and the next job may begin
             self._send(piece)
             return True
 
@@ -579,7 +596,7 @@ class StagedJobs:
                 return False
             piece = self._begin(job)
             if piece is None:
-                return False
+                return job.is_over  # then it has no pieces, and the next job may begin
             self._copying.append(piece)
         self._copy(piece, events, self._copier.gather)
         return True

@@ -210,7 +210,11 @@ class Timeline:
                     " signal()"
                 )
             self._last += 1
-            self._signals.signal(stream, self._last)
+            try:
+                self._signals.signal(stream, self._last)
+            except UsageError:  # nothing is on the stream
+                self._last -= 1
+                raise
             return self._last
 
     def events_until(self, number: int) -> list[Any] | None:

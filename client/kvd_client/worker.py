@@ -11,7 +11,6 @@ from functools import partial
 
 from kvd_client.connection import Notice
 from kvd_client.errors import (
-    KvdClientError,
     RegistrationError,
     Unavailable,
     UsageError,
@@ -23,12 +22,11 @@ from kvd_client.errors import (
     get_logger,
     shown,
 )
-from kvd_client.jobs import JobResult, JobTable
+from kvd_client.job_router import JobRouter
+from kvd_client.jobs import JobResult
 from kvd_client.lane_link import LaneLink
 from kvd_client.memory import Descriptors, Memory
-from kvd_client.readiness import Readiness
 from kvd_client.registration import (
-    TRANSIENT_CODES,
     RegistrationState,
     WorkerRegistration,
     register_message,
@@ -39,7 +37,7 @@ from kvd_client.staging import StagedJobs
 from kvd_client.staging_layout import DEFAULT_STAGING_BYTES
 from kvd_client.staging_memory import KvTensors
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
-from kvd_client.timeline import ControlPage, StreamSignals, Timeline
+from kvd_client.timeline import ControlPage
 from kvd_proto.errors import JobShapeError
 from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
@@ -48,10 +46,10 @@ from kvd_proto.messages import (
     Attached,
     Detached,
     Error,
+    ErrorCode,
     Fingerprint,
     LaneUp,
     Load,
-    Message,
     Ok,
     Register,
     Store,
@@ -101,14 +99,10 @@ class Worker(ClientSession):
         self.world_size = world_size
         super().__init__(runtime_dir, engine, deadline)
         self._control = ControlPage()
-        self.timeline = Timeline(self._control)
-        self._jobs = JobTable(self._control, self.job_timeout + deadline)
+        self._router = JobRouter(self._control, self.job_timeout, deadline)
+        self.timeline = self._router.timeline
+        self._jobs = self._router.lane_jobs
         self._registration = WorkerRegistration()
-        self._readiness = Readiness()
-        self._readiness.watch(self._jobs.readiness.fileno())
-        self._staged: StagedJobs | None = None  # closed once its memory is unregistered
-        self._route: Route | None = None  # of the last `register`
-        self._carried: list[JobResult] = []  # results of closed `_staged` that nobody has taken
         self._start()
 
     # ----------------------------------------------------------- registration
@@ -182,76 +176,79 @@ class Worker(ClientSession):
             transfer=transfer,
             staging_bytes=staging_bytes,
         )
-        with self._changed:
-            self._take_route(route)
+        try:
+            with self._changed:
+                self._request_registration(route)
+                return self._finish_register(timeout_s, required=required)
+        except BaseException:
+            with self._changed:
+                # A registration of staging pages must not outlive the way: the lane would take
+                # the numbers of blocks for those of pages.
+                self._registration.drop()
+                self._wake()
+                staged = self._router.leave()
+            self._router.close_staged(staged, self.deadline)
+            raise
+
+    def _request_registration(self, route: Route, *, in_place: bool = False) -> None:
+        """Let jobs go this way, and request its registration. Called under `_changed`.
+
+        Args:
+            route: closed if this raises.
+            in_place: of a registration that the daemon has just refused.
+        """
+        registration = self._registration
+        try:
+            self._router.take(
+                route, lambda: registration.is_registered, (self.rank, self.world_size)
+            )
+        except BaseException:
+            route.close()
+            raise
+        if in_place:
+            registration.replace(route.message, route.descriptors)
+        else:
             registration.request(route.message, route.descriptors)
             self._wake()
-            refusal = self._wait_registered(registration, timeout_s, required=required)
-            if refusal is not None:
-                raise RegistrationError(refusal.code, refusal.text)
-            if required and not self.registered:
-                no_answer = f"the daemon in {self.runtime_dir} has not answered"
-                reason = registration.obstacle or no_answer
-                if not self.connected:
-                    reason = self._why_unreachable
-                registration.drop()
-                self._give_up(self._connection, "the registration was given up")
-                if not self._is_access_denied:
-                    reason = f"no registration within {timeout:g} s; {reason}"
-                raise Unavailable(reason)
-            return self.registered
 
-    def _take_route(self, route: Route) -> None:
-        """Let jobs go this way from now on. Called under `_changed`."""
-        was_staging = self._staged is not None
-        if self._staged is not None:
-            self._carried += self._staged.take_finished()
-            self._staged = None
-        self._readiness.unwatch(self._jobs.readiness.fileno())
-        if route.staging is None or route.copier is None:
-            if route.ordinal != self.timeline.device or was_staging:
-                self.timeline.set_signals(None)
-                if route.ordinal is not None:
-                    self.timeline.set_signals(StreamSignals(route.ordinal, self._control))
-            self._readiness.watch(self._jobs.readiness.fileno())
-        else:
-            self.timeline.set_signals(route.copier.signals)
-            self._staged = StagedJobs(
-                route.staging,
-                route.copier,
-                self._jobs,
-                self.timeline,
-                self._readiness,
-                is_registered=lambda: self._registration.is_registered,
-                rank=self.rank,
-                world_size=self.world_size,
-                store_seconds=self.job_timeout,
-            )
-        self._route = route
+    def _finish_register(self, timeout: float, *, required: bool) -> bool:
+        """Wait for a requested registration; result and errors as `register`."""
+        registration = self._registration
+        refusal = self._wait_registered(registration, timeout, required=required)
+        if refusal is not None:
+            raise RegistrationError(refusal.code, refusal.text)
+        if required and not self.registered:
+            no_answer = f"the daemon in {self.runtime_dir} has not answered"
+            reason = registration.obstacle or no_answer
+            if not self.connected:
+                reason = self._why_unreachable
+            registration.drop()
+            self._give_up(self._connection, "the registration was given up")
+            if not self._is_access_denied:
+                reason = f"no registration within {timeout:g} s; {reason}"
+            raise Unavailable(reason)
+        return self.registered
 
-    def _take_fallback(self, message: Register, reply: Message) -> bool:
-        """Request staging in place of memory that the daemon refuses for good.
+    def _take_fallback(self, message: Register, reply: Error) -> bool:
+        """Request staging in place of memory that the daemon can never map.
 
         Return whether there is something new to request. Called by the keeper.
         """
-        route = self._route
-        if not isinstance(reply, Error) or reply.code in TRANSIENT_CODES:
-            return False
-        if route is None or route.fallback is None or route.message is not message:
+        with self._changed:
+            prepare = self._router.fallback(message)
+        if prepare is None or reply.code is not ErrorCode.BAD_LAYOUT:
             return False
         try:
-            staging = route.fallback(f"the daemon refuses this memory: {reply.text}")
-        except KvdClientError as error:
+            route = prepare(f"the daemon refuses this memory: {reply.text}")
+            with self._changed:
+                if self._registration.message is not message:  # dropped meanwhile
+                    route.close()
+                    return False
+                self._router.leave()
+                self._request_registration(route, in_place=True)
+        except Exception as error:  # noqa: BLE001  # the refusal stands
             log.warning("staging is not possible either: %s", cause(error))
             return False
-        except Exception:
-            log.exception("staging is not possible either")
-            return False
-        with self._changed:
-            if self._registration.message is not message:  # dropped meanwhile
-                return False
-            self._take_route(staging)
-            self._registration.replace(staging.message, staging.descriptors)
         return True
 
     def _wait_registered(
@@ -292,14 +289,15 @@ class Worker(ClientSession):
         """
         self._check_open()
         timeout_s = check_seconds("timeout", timeout)
-        staged, end = self._staged, time.monotonic() + timeout_s
-        is_free = staged is None or staged.close(timeout_s)
+        end = time.monotonic() + timeout_s
         with self._changed:
             connection, registration = self._connection, self._registration
             registration.drop()
+            staged = self._router.leave()
             self._wake()
-            if staged is not None:  # the daemon has other memory mapped
-                return is_free
+        if staged is not None:  # the daemon has other memory mapped
+            return self._router.close_staged(staged, timeout_s)
+        with self._changed:
             leaving = RegistrationState.LEAVING
             self._changed.wait_for(
                 lambda: registration.state is not leaving or self._closed_reason,
@@ -322,13 +320,13 @@ class Worker(ClientSession):
     @property
     def transfer(self) -> Transfer | None:
         """Which way bytes go: "export" or "staging"; None: nothing is registered."""
-        has_memory = self._registration.message is not None
-        return self._route.transfer if self._route is not None and has_memory else None
+        return self._router.transfer
 
     @property
     def transfer_reason(self) -> str:
         """Why staging was chosen in place of export; empty if it was not."""
-        return self._route.reason if self._route is not None else ""
+        route = self._router.route
+        return "" if route is None else route.reason
 
     def suspend(self, timeout: float = REGISTER_SECONDS) -> bool:
         """With staging: let no job touch the engine's memory until `resume`; it may be freed.
@@ -349,9 +347,9 @@ class Worker(ClientSession):
 
     def _staged_jobs(self, call: str) -> StagedJobs:
         self._check_open()
-        if self._staged is None:
+        if (staged := self._router.staged) is None:
             raise UsageError(f"{call}: the memory of this worker is not staged; use unregister()")
-        return self._staged
+        return staged
 
     @property
     def attached(self) -> bool:
@@ -364,10 +362,6 @@ class Worker(ClientSession):
         return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs
-
-    @property
-    def _transfers(self) -> JobTable | StagedJobs:
-        return self._jobs if self._staged is None else self._staged
 
     def store(
         self,
@@ -463,9 +457,12 @@ class Worker(ClientSession):
                 blocks.check(message.layout)
             except JobShapeError as error:
                 raise UsageError(str(error)) from error
-        return self._transfers.submit(
+        jobs = self._router.jobs
+        is_registered = self._registration.is_registered
+        return jobs.submit(
             kind,
-            is_registered=self._registration.is_registered,
+            # The keeper may have changed the way meanwhile, and registered for that one.
+            is_registered=is_registered and jobs is self._router.jobs,
             layerwise=check_flag("layerwise", layerwise) and kind is Load,
             expedited=check_flag("expedited", expedited),
             job=job_id,
@@ -488,13 +485,12 @@ class Worker(ClientSession):
         load can still fail; then what was read is void. 0 for a job that is not running, whether
         or not it has ended.
         """
-        return self._transfers.layers_loaded(job_id)
+        return self._router.jobs.layers_loaded(job_id)
 
     def get_finished(self) -> list[JobResult]:
         """Return the results of jobs that have ended since the last call. Never blocks."""
         self._check_open()
-        carried, self._carried = self._carried, []
-        return carried + self._transfers.take_finished()
+        return self._router.jobs.take_finished()
 
     def fileno(self) -> int:
         """Return a descriptor for event loops that is readable when `get_finished` has results.
@@ -503,7 +499,7 @@ class Worker(ClientSession):
         the same until `close`; remove it from the event loop before that.
         """
         self._check_open()
-        return self._readiness.fileno()
+        return self._router.readiness.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Wait until the blocks of these jobs may be overwritten; the lane does these jobs first.
@@ -520,18 +516,16 @@ class Worker(ClientSession):
             Loads that have not ended, whose blocks must not be touched yet; usually empty.
         """
         self._check_open()
-        return self._transfers.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
+        return self._router.jobs.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Request the lane to stop these jobs; each is still reported when it has ended."""
         self._check_open()
-        self._transfers.cancel(_job_ids(job_ids))
+        self._router.jobs.cancel(_job_ids(job_ids))
 
     def check_integrity(self) -> None:
         """Raise InternalError if the jobs disagree with the lanes or the control page."""
-        self._jobs.check_integrity()
-        if self._staged is not None:
-            self._staged.check_integrity()
+        self._router.check_integrity()
 
     def close(self) -> None:
         """Request the release of the memory, drop unfinished jobs unreported, and end the session.
@@ -541,15 +535,14 @@ class Worker(ClientSession):
         """
         if self._closed_reason:
             return
-        if self._staged is not None:
-            self._staged.close(self.deadline)
+        with self._changed:
+            staged = self._router.leave()
+        self._router.close_staged(staged, self.deadline)
         if self._registration.is_registered:
             self._request(Unregister(), self.deadline)
-        self._readiness.close()
-        self._jobs.close()
+        self._router.close()
         super().close()
         self._registration = WorkerRegistration()
-        self.timeline.set_signals(None)
         self._control.close()
 
     # ------------------------------------------------------- session's events
@@ -587,7 +580,7 @@ class Worker(ClientSession):
         reply = self._request(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
         if reply is None:
             return False
-        if self._take_fallback(message, reply):
+        if isinstance(reply, Error) and self._take_fallback(message, reply):
             return True
         with self._changed:
             obstacle_before = registration.obstacle
@@ -625,11 +618,7 @@ class Worker(ClientSession):
     def _on_fork(self) -> None:
         self._registration.memory.close()
         self._registration = WorkerRegistration()
-        if self._staged is not None:
-            self._staged.abandon()
-        self._readiness.close()  # before the lanes' descriptors: a fork shares the parent's epoll
-        self._jobs.abandon()
-        self.timeline.abandon()
+        self._router.abandon()
         self._control.close()
 
 

@@ -93,16 +93,20 @@ class _LazyGroup(click.Group):
         else:
             entries = [entry for entry in _foreign_commands() if entry.name == cmd_name]
             if not entries and cmd_name in _TOOL_COMMANDS:
-                raise click.ClickException(
-                    f"kvd {cmd_name} is not installed here;"
-                    " in kvd's source tree run: pip install ./client/tools"
-                )
+                raise tools_missing(cmd_name)
             if not entries:
                 return None
             command = _with_kvd_options(entries[0].load())
         if not isinstance(command, click.Command):
             raise click.ClickException(f"{cmd_name} is registered but is no command: {command!r}")
         return command
+
+
+def tools_missing(command: str) -> click.ClickException:
+    """Return the error of a command that needs the distribution `kvd-offload-tools`."""
+    return click.ClickException(
+        f"kvd {command} is not installed here; in kvd's source tree run: pip install ./client/tools"
+    )
 
 
 def _foreign_commands() -> list["EntryPoint"]:

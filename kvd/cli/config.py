@@ -2,13 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from kvd.cli import tools_missing
 from kvd.cli.options import json_option, runtime_dir_option, settings_options, sources
 from kvd.config.sources import DEFAULT, Sources
 from kvd.config.values import parse_tiers
@@ -160,24 +163,40 @@ def as_toml(settings: dict[str, dict[str, Any]]) -> str:
 
 @click.command()
 @settings_options
+@click.option(
+    "--engine",
+    is_flag=True,
+    help="Examine this environment as an engine's: accelerator, way to the daemon, daemon.",
+)
 @json_option("Print the findings as JSON.")
-def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None:
+def doctor(*, config: Path | None, engine: bool, as_json: bool, **options: str | None) -> None:
     """Check a machine for kvd: limits, memory, GPUs, directories, a running daemon.
 
     Changes nothing. The exit status is 1 if any line says fail.
+
+    With --engine, run it with the engine's Python where the engine runs, such as in its container.
+    It registers a small tensor of each device for a moment, and says whether the daemon maps the
+    engine's memory (export) or the client copies it (staging), and why.
 
     \b
     Examples:
       kvd doctor --cpu-bytes 64GiB
       kvd doctor --config /etc/kvd/kvd.toml
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
+      kvd doctor --engine --runtime-dir /run/kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.doctor import Level  # noqa: PLC0415  # kvd config does not need it
-    from kvd.doctor.checks import examine  # noqa: PLC0415
-    from kvd.doctor.facts import Facts  # noqa: PLC0415
+    from kvd.doctor import Finding, Level  # noqa: PLC0415  # kvd config does not need it
 
+    setting_sources = sources(config, options)
+    if engine:
+        found = _load_engine_doctor()(Path(setting_sources.runtime_dir()))
+        findings = [Finding(f.name, Level(f.level), f.text, f.remedy) for f in found]
+    else:
+        from kvd.doctor.checks import examine  # noqa: PLC0415  # an engine does not need it
+        from kvd.doctor.facts import Facts  # noqa: PLC0415
+
+        findings = examine(Facts(setting_sources.load().settings))
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
-    findings = examine(Facts(sources(config, options).load().settings))
     worst = max((finding.level for finding in findings), key=list(Level).index)
     if as_json:
         report = {"level": worst, "findings": [asdict(finding) for finding in findings]}
@@ -189,3 +208,15 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
             if finding.remedy:
                 click.echo(f"      → {finding.remedy}")
     sys.exit(1 if worst == Level.FAIL else 0)
+
+
+def _load_engine_doctor() -> Callable[[Path], list[Any]]:
+    """Return the tools' function that examines an engine's environment.
+
+    Its findings have the fields of `Finding`, with the level as text.
+    """
+    entries = list(entry_points(group="kvd.doctor", name="engine"))
+    if not entries:
+        raise tools_missing("doctor --engine")
+    function: Callable[[Path], list[Any]] = entries[0].load()
+    return function

@@ -216,6 +216,8 @@ def _map(fd: int, name: str) -> memoryview:
     if size == 0:
         raise ImportFailed(f"{name} of 0 bytes holds no memory")
     try:
-        return memoryview(mmap.mmap(fd, size))
+        mapping = mmap.mmap(fd, size)
+        mapping.madvise(mmap.MADV_DONTDUMP)  # a dump would allocate the holes of a sparse file
+        return memoryview(mapping)
     except (OSError, ValueError) as error:
         raise ImportFailed(f"{name}: {size} bytes cannot be mapped: {error}") from error

@@ -107,7 +107,7 @@ def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptor
     return register_message(
         memory,
         make_layout(blocks=8),
-        Fingerprint(model="m"),
+        fingerprint=Fingerprint(model="m"),
         rank=0,
         world_size=1,
         stage=0,
@@ -130,7 +130,7 @@ def until(timeline: Timeline, number: int) -> None:
 
 def has_marked(timeline: Timeline) -> bool:
     """Whether the event after the last number has happened, too: a page that is closed goes."""
-    assert timeline._signals is not None
+    assert isinstance(timeline._signals, StreamSignals)
     with cuda_driver.beside_captures():
         return cuda_driver.has_happened(timeline._signals._event)
 
@@ -455,7 +455,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
     with refused(UsageError, "handle of a CUDA stream"):
         timeline.signal_on(-1)
     timeline.set_signals(None)
-    with refused(UsageError, "no CUDA memory is registered"):
+    with refused(UsageError, "no memory of a GPU is registered"):
         timeline.signal_on(idle)
     timeline.signal(timeline.reserve())
     assert timeline.reached == 5

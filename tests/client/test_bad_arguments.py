@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -38,10 +39,11 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.changes import ChunkLocation
-from kvd_client.torch_memory import BlockTensor, share_torch
+from kvd_client.torch_memory import BlockTensor, describe_torch
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import FakeDaemon
 from tests.descriptors import open_files
+from tests.layouts import flat_layout
 from tests.waiting import DEADLINE
 
 KEYS = [b"key-1", b"key-2"]
@@ -71,7 +73,7 @@ class Rig:
         self.new_scheduler, self.new_worker = self.closing(Scheduler), self.closing(Worker)
         self.allocate = self.closing(HostMemory.allocate)
         self.wrap = self.closing(lambda **options: HostMemory(os.dup(memory.fd), **options))
-        self.share_torch = self.closing(share_torch)
+        self.describe_torch = describe_torch
         self.submit, self.load = self.numbered(worker.submit), self.numbered(worker.load)
 
     def closing(self, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,11 +90,23 @@ class Rig:
 
         return run
 
-    def register(self, memory: Any = None, **arguments: Any) -> None:
+    def register(self, memory: Any = None, **arguments: Any) -> Worker:
         """Register with a worker of its own: a registration is made once."""
         worker = Worker(self.worker.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
         self.free.callback(worker.close)
         worker.register(memory=[self.memory] if memory is None else memory, **arguments)
+        return worker
+
+    def register_tensors(self, **arguments: Any) -> Worker:
+        """Register tensors with a worker of its own."""
+        tensors = describe_torch([torch.zeros(512, 64, dtype=torch.uint8)])
+        layout = flat_layout(64, blocks=512, factor=2)
+        return self.register(tensors, layout=layout, fingerprint=FINGERPRINT, **arguments)
+
+    @cached_property
+    def staged(self) -> Worker:
+        """A worker whose memory is staged."""
+        return self.register_tensors(transfer="staging", staging_bytes=2**20)
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -140,7 +154,10 @@ CALLS: dict[str, dict[str, Any]] = {
         "temporary": False,
         "required": False,
         "timeout": DEADLINE,
+        "transfer": "auto",
+        "staging_bytes": 2**20,
     },
+    "register_tensors": {"transfer": "staging", "staging_bytes": 2**20, "timeout": DEADLINE},
     "submit": {"kind": Store, "job_id": None, "blocks": JOB, "after": None},
     "load": {
         "job_id": None,
@@ -150,9 +167,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "worker.wait": {"job_ids": [1], "timeout": 0.0},
     "worker.cancel": {"job_ids": [1]},
     "worker.timeline.signal": {"number": 1},
+    "staged.suspend": {"timeout": DEADLINE},
     "allocate": {"nbytes": 4096},
     "wrap": {"nbytes": 512, "offset": 0},
-    "share_torch": {"tensors": [torch.zeros(8, 64)]},
+    "describe_torch": {"tensors": [torch.zeros(8, 64)]},
 }
 """Functions, and arguments that are served."""
 NEVER_CLOSED = {"scheduler.tier_status", "scheduler.description", "worker.timeline.signal"}
@@ -252,7 +270,7 @@ def test_memory_that_cannot_be_shared_is_named() -> None:
     """Wrong devices, layouts, strides, freed memory, addresses and descriptors, in a sentence."""
     for tensors, error, named in BAD_TENSORS:
         with pytest.raises(error, match=named):
-            share_torch(tensors)
+            describe_torch(tensors)
     for fd in (-1, 10**6, 2**200, "7", None, 1.5):
         with pytest.raises(UsageError, match="fd="):
             HostMemory(fd, 4096)  # type: ignore[arg-type]

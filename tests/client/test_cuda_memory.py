@@ -118,7 +118,7 @@ def test_a_worker_in_host_memory_has_no_streams() -> None:
     """The host's numbers are signalled by the host."""
     page = ControlPage()
     timeline = Timeline(page)
-    with pytest.raises(UsageError, match="no CUDA memory"):
+    with pytest.raises(UsageError, match="no memory of a GPU"):
         timeline.signal_on(0)
     timeline.signal(timeline.reserve())
     assert timeline.reached == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import kvd_client
 from tests.conftest import Daemon, StartDaemon
 from tests.processes import python
+from tests.torch_engine import SOURCE_PATH, write_torch_engine
 from tests.waiting import DEADLINE
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,23 @@ def test_example_engine_runs(start_daemon: StartDaemon, tmp_path: Path) -> None:
 def test_example_of_two_processes_runs(shared_daemon: Daemon, tmp_path: Path) -> None:
     """A ticket that is sent to the worker's process stores and loads there."""
     run_example("multiprocessing", shared_daemon, tmp_path)
+
+
+@pytest.mark.parametrize(("transfer", "way"), [("auto", "export"), ("staging", "staging")])
+def test_example_with_torch_runs(
+    shared_daemon: Daemon, tmp_path: Path, transfer: str, way: str
+) -> None:
+    """Tensors are stored and loaded either way."""
+    engine = write_torch_engine(tmp_path)
+    done = python(
+        "-W",
+        "error",
+        engine,
+        shared_daemon.runtime_dir,
+        transfer,
+        environment=os.environ | {"PYTHONPATH": SOURCE_PATH},
+    )
+    assert (done.stderr, done.stdout) == ("", f"{way} True\n")
 
 
 def parse_names(kind: type) -> set[str]:

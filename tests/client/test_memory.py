@@ -23,11 +23,11 @@ from kvd_client import (
 from kvd_client.registration import register_message
 from kvd_client.tickets import pack_chunks
 from kvd_client.timeline import ControlPage
-from kvd_client.torch_memory import BlockTensor, share_torch
+from kvd_client.torch_memory import BlockTensor, describe_torch
 from kvd_proto.jobs import chunks_per_group
 from kvd_proto.layout import TensorSpec
 from tests.client.conftest import FINGERPRINT, LAYOUT
-from tests.descriptors import open_on
+from tests.descriptors import open_files, open_on
 from tests.layouts import flat_layout
 
 
@@ -37,11 +37,11 @@ def test_memory_that_is_shared_cannot_be_shortened() -> None:
     One that may not be sealed is refused with what to use.
     """
     memory, page = HostMemory.allocate(8192), ControlPage()
-    shared = share_torch([torch.zeros(4, 8)])
+    (shared,) = describe_torch([torch.zeros(4, 8)]).share()
     theirs = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     os.ftruncate(theirs, 4096)
     sealed = HostMemory(theirs, 4096)
-    for fd in (memory.fd, page.fd, *shared.memory[0].fds, sealed.fd):
+    for fd in (memory.fd, page.fd, *shared.fds, sealed.fd):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)
     fd = os.memfd_create("theirs")
@@ -67,7 +67,13 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
     monkeypatch.setattr(os, "dup", dup)
     with pytest.raises(UnsupportedMemory, match=r"2 descriptors .* raise the limit of open files"):
         register_message(
-            memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False
+            memory,
+            layout,
+            fingerprint=FINGERPRINT,
+            rank=0,
+            world_size=1,
+            stage=0,
+            temporary=False,
         )
     assert open_on(memory[0].fd) == before
 
@@ -77,7 +83,7 @@ def test_tensors_that_torch_has_shared_before_are_refused() -> None:
     tensor = torch.zeros(4, 8)
     tensor.untyped_storage().share_memory_()
     with pytest.raises(UnsupportedMemory, match="before share_memory_"):
-        share_torch([tensor])
+        describe_torch([tensor]).share()
 
 
 def test_torch_views_follow_in_place() -> None:
@@ -86,19 +92,19 @@ def test_torch_views_follow_in_place() -> None:
     view = tensor[1:].view(-1)
     before = tensor.clone()
     other = tensor.view(torch.uint8)
-    shared = share_torch([tensor[:, :3], tensor[:, 3:]])
-    assert len(shared.memory) == 1
-    assert shared.storages == (4 * 6 * 8 * 2,)
+    tensors = describe_torch([tensor[:, :3], tensor[:, 3:]])
+    (shared,) = tensors.share()
+    assert tensors.storages == (4 * 6 * 8 * 2,)
     assert torch.equal(tensor, before)
     view[0] = 0x0201
-    (fd,) = shared.memory[0].fds
-    assert os.pread(fd, 2, shared.memory[0].offset + 96) == b"\x01\x02"
+    (fd,) = shared.fds
+    assert os.pread(fd, 2, shared.offset + 96) == b"\x01\x02"
     assert int(other[1, 0, 0]) == 1
-    assert shared.tensors == (
+    assert tensors.tensors == (
         TensorSpec(storage=0, offset=0, page_bytes=48, block_stride=96),
         TensorSpec(storage=0, offset=48, page_bytes=48, block_stride=96),
     )
-    assert shared.parts == ((0,), (1,))
+    assert tensors.parts == ((0,), (1,))
     shared.close()
     view[0] = 7
     assert int(tensor[1, 0, 0]) == 7
@@ -125,22 +131,35 @@ def test_where_a_tensors_blocks_are(
     given: torch.Tensor | BlockTensor, offsets: tuple[int, ...], page: int, stride: int
 ) -> None:
     """One part for each place that a block is in."""
-    shared = share_torch([given])
-    assert shared.parts == (tuple(range(len(offsets))),)
-    assert shared.tensors == tuple(TensorSpec(0, offset, page, stride) for offset in offsets)
+    tensors = describe_torch([given])
+    assert tensors.parts == (tuple(range(len(offsets))),)
+    assert tensors.tensors == tuple(TensorSpec(0, offset, page, stride) for offset in offsets)
+
+
+def test_described_tensors_are_not_moved() -> None:
+    """A storage moves when it is shared, not when it is described."""
+    tensor = torch.zeros(2, 2)
+    tensors = describe_torch([tensor])
+    assert not tensor.untyped_storage().is_shared()
+    (shared,) = tensors.share()
+    assert tensor.untyped_storage().is_shared()
     shared.close()
 
 
-def test_refused_tensors_are_not_moved() -> None:
-    """Where one tensor cannot be shared, the others stay where they are."""
-    good = torch.zeros(2, 2)
-    with pytest.raises(UsageError, match="overlap"):
-        share_torch([good, BlockTensor(torch.zeros(4, 8), page_bytes=64)])
-    assert not good.untyped_storage().is_shared()
+def test_no_memory_stays_shared_if_one_storage_cannot_be() -> None:
+    """The descriptor of the first storage is closed when the second one is refused."""
+    good, bad = torch.zeros(2, 2), torch.zeros(2, 2)
+    bad.untyped_storage().share_memory_()
+    tensors = describe_torch([good, bad])
+    before = open_files()
+    with pytest.raises(UnsupportedMemory, match="before share_memory_"):
+        tensors.share()
+    moved = set(open_files()) - set(before)
+    assert len(moved) == 1  # torch's own, of the storage that it has moved
 
 
-class CudaTensor(torch.Tensor):
-    """The shape and device of a CUDA tensor, with which nothing is computed."""
+class DeviceTensor(torch.Tensor):
+    """The shape and device of a tensor, with which nothing is computed."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: object) -> object:
@@ -148,23 +167,39 @@ class CudaTensor(torch.Tensor):
         raise NotImplementedError(call)
 
 
-def cuda_tensor(index: int) -> torch.Tensor:
-    """A tensor of bytes on CUDA device `index`."""
-    device = torch.device("cuda", index)
+def tensor_on(device: str) -> torch.Tensor:
+    """A tensor of bytes on a device."""
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        CudaTensor, (2, 2), dtype=torch.uint8, device=device
+        DeviceTensor, (2, 2), dtype=torch.uint8, device=torch.device(device)
     )
     return made
 
 
 def test_tensors_of_one_worker_are_on_one_device() -> None:
-    """The CPU and a GPU, or two GPUs, are refused before anything is shared."""
-    good = torch.zeros(2, 2)
+    """The CPU and a GPU, or two GPUs, are refused."""
     with pytest.raises(UsageError, match=r"tensors\[1\] is on cuda:0, tensors\[0\] on cpu"):
-        share_torch([good, cuda_tensor(0)])
-    assert not good.untyped_storage().is_shared()
+        describe_torch([torch.zeros(2, 2), tensor_on("cuda:0")])
     with pytest.raises(UsageError, match="is on cuda:1"):
-        share_torch([cuda_tensor(0), cuda_tensor(1)])
+        describe_torch([tensor_on("cuda:0"), tensor_on("cuda:1")])
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "xpu:0", "mtia:0"])
+def test_tensors_of_any_device_are_described(device: str) -> None:
+    """Staging needs no more than that; only memory of the CPU and of CUDA can be exported."""
+    tensors = describe_torch([tensor_on(device)])
+    assert (str(tensors.device), tensors.is_host) == (device, False)
+    assert tensors.storages == (4,)
+    assert tensors.tensors == (TensorSpec(0, 0, 2, 2),)
+    if not device.startswith("cuda"):
+        with pytest.raises(UnsupportedMemory, match=rf"memory of {device}.*CPU and of CUDA only"):
+            tensors.share()
+
+
+def test_memory_of_rocm_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch calls AMD's devices `cuda`, too; the daemon maps none of their memory."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(UnsupportedMemory, match=r"memory of cuda:0 \(ROCm\) cannot be mapped"):
+        describe_torch([tensor_on("cuda:0")]).share()
 
 
 def granted_store(keys: Sequence[bytes]) -> StoreTicket:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,38 @@ def test_kvd_gets_no_rights(name: str) -> None:
     assert {key: security.get(key) for key in expected} == expected
     assert not [key for key in kvd["resources"]["limits"] if "gpu" in key]
     assert not {"hostIPC", "hostNetwork"} & pod(name).keys()
+
+
+def test_with_staging_kvd_needs_no_gpu_and_no_numbers_of_the_node(tmp_path: Path) -> None:
+    """The component takes out runtime class, hostPID and NVIDIA's nodes; the other one still fits.
+
+    No other key of the pod goes, and kvd's container sees no GPU.
+    """
+    folder = shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    file = folder / "kustomization.yaml"
+    rendered = {}
+    for components in ("[prometheus]", "[prometheus, staging]"):
+        file.write_text(
+            re.sub(
+                r"^components: .*",
+                f"components: {components}",
+                file.read_text(),
+                flags=re.MULTILINE,
+            )
+        )
+        done = run(tool("kubectl"), "kustomize", folder)
+        assert done.returncode == 0, done.stderr
+        objects = list(yaml.safe_load_all(done.stdout))
+        (daemonset,) = [each for each in objects if each["kind"] == "DaemonSet"]
+        rendered[components] = daemonset["spec"]["template"]["spec"]
+    exporting, staging = rendered.values()
+    only_export = {"runtimeClassName", "hostPID", "nodeSelector", "tolerations"}
+    assert exporting.keys() - staging.keys() == only_export
+    assert staging.keys() <= exporting.keys()
+    (kvd,) = staging["containers"]
+    variables = {each["name"]: each["value"] for each in kvd.pop("env")}
+    assert variables == {"NVIDIA_VISIBLE_DEVICES": "void", "KVD_HTTP_LISTEN": "0.0.0.0:9330"}
+    assert kvd.items() <= exporting["containers"][0].items()
 
 
 def test_init_containers_close_the_directories_to_others() -> None:

@@ -1,5 +1,6 @@
 """The image with its probe, the compose files, and the wheels; docker/check.sh has an engine."""
 
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvd.version import VERSION
 from tests.conftest import Daemon
 from tests.daemon.serving import run_kvd
 from tests.deploy.places import ROOT, run, stop_seconds, tool
+from tests.torch_engine import SOURCE_PATH, write_torch_engine
 from tests.waiting import eventually
 
 DOCKER = ROOT / "docker"
@@ -39,7 +41,7 @@ def test_hadolint_accepts_the_dockerfiles(name: str) -> None:
 def test_the_compose_files_follow_the_schema(tmp_path: Path) -> None:
     """The schema of the Compose specification accepts them, and would see a mistake."""
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    good = run(*check, str(DOCKER / "compose.yaml"), str(DOCKER / "compose.mooncake.yaml"))
+    good = run(*check, *map(str, sorted(DOCKER.glob("compose*.yaml"))))
     assert good.returncode == 0, good.stdout
     misspelt = tmp_path / "compose.yaml"
     misspelt.write_text((DOCKER / "compose.yaml").read_text().replace("shm_size:", "shmsize:"))
@@ -56,6 +58,35 @@ def test_no_service_is_privileged() -> None:
         assert SERVICES[name]["cap_drop"] == ["ALL"]
         assert SERVICES[name]["read_only"] is True
         assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_with_staging_engine_and_kvd_share_the_sockets_alone() -> None:
+    """No GPU and no numbering of processes for kvd; otherwise both are those of compose.yaml."""
+    compose = yaml.safe_load((DOCKER / "compose.staging.yaml").read_text())
+    kvd, vllm = compose["services"]["kvd"], compose["services"]["vllm"]
+    usual, usual_vllm = SERVICES["kvd"], SERVICES["vllm"]
+    assert usual.keys() - kvd.keys() == {"build", "pid", "depends_on", "deploy"}
+    assert usual_vllm.keys() - vllm.keys() == {"build", "pid"}
+    same = kvd.keys() & usual.keys() - {"environment", "stop_grace_period"}
+    assert {key: kvd[key] for key in same} == {key: usual[key] for key in same}
+    assert kvd["environment"] == usual["environment"] | {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert int(kvd["stop_grace_period"].removesuffix("s")) >= stop_seconds(0)
+    for key in ("group_add", "volumes", "shm_size", "ports", "restart", "deploy"):
+        assert vllm[key] == usual_vllm[key]
+    options, usual_options = (json.loads(of["command"][-1]) for of in (vllm, usual_vllm))
+    extra = {"kv_connector_extra_config": {"transfer": "staging"}}
+    assert options == usual_options | extra
+
+
+def test_an_engine_in_namespaces_of_its_own_stages(shared_daemon: Daemon, tmp_path: Path) -> None:
+    """It has users, processes, network and IPC of its own, as in a container without rights."""
+    own = ("--user", "--map-current-user", "--pid", "--fork", "--net", "--ipc")
+    if run(tool("unshare"), *own, "true").returncode:
+        pytest.skip("this machine allows no user namespaces")
+    engine = write_torch_engine(tmp_path)
+    command = ("unshare", *own, sys.executable, engine, shared_daemon.runtime_dir, "staging")
+    done = run(*command, PYTHONPATH=SOURCE_PATH)
+    assert (done.stderr, done.stdout) == ("", "staging True\n")
 
 
 def test_a_large_pool_fits() -> None:

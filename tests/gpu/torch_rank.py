@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvd_client import DeviceMemory
-from kvd_client.torch_memory import share_torch
+from kvd_client.torch_memory import describe_torch
 from tests.daemon.cuda_engine import Rank
 
 
@@ -27,6 +27,6 @@ class TorchRank(Rank):
         return [tensor.data_ptr() for tensor in self._tensors]
 
     def _share(self) -> Sequence[DeviceMemory]:
-        shared = share_torch(self._tensors)
-        assert shared.storages == self._layout.storages, shared
-        return [part for part in shared.memory if isinstance(part, DeviceMemory)]
+        tensors = describe_torch(self._tensors)
+        assert tensors.storages == self._layout.storages, tensors
+        return [part for part in tensors.share() if isinstance(part, DeviceMemory)]

@@ -51,9 +51,12 @@ Serve = Callable[..., SglangServer]
 def serve(daemon: Daemon, model: Path, start_engine: StartEngine) -> Serve:
     """Starts an engine, and waits until the daemon serves so many pools."""
 
-    def started(pools: int = 1, layerwise: bool = False, **fields: Any) -> SglangServer:
+    def started(
+        pools: int = 1, layerwise: bool = False, transfer: str = "auto", **fields: Any
+    ) -> SglangServer:
         options = SglangServerOptions(model, **fields)
-        engine = start_engine(with_kvd(options, daemon.runtime_dir, layerwise=layerwise))
+        extra = {"layerwise": layerwise, "transfer": transfer}
+        engine = start_engine(with_kvd(options, daemon.runtime_dir, **extra))
         engine.wait_ready()
         wait_served(daemon, pools)
         return engine
@@ -62,19 +65,29 @@ def serve(daemon: Daemon, model: Path, start_engine: StartEngine) -> Serve:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "layerwise"),
-    [(1, False), (16, True), pytest.param(64, False, marks=pytest.mark.nightly)],
+    ("page_size", "layerwise", "transfer"),
+    [
+        (1, False, "export"),
+        (16, True, "export"),
+        (16, True, "staging"),
+        pytest.param(64, False, "staging", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_was_pushed_out_comes_back(
-    daemon: Daemon, serve: Serve, expected: list[Completion], page_size: int, layerwise: bool
+    daemon: Daemon,
+    serve: Serve,
+    expected: list[Completion],
+    page_size: int,
+    layerwise: bool,
+    transfer: str,
 ) -> None:
     """Prompts that have left the engine's cache are found in kvd's, also together.
 
-    And by the next engine, when this one has crashed.
+    And by the next engine, when this one has crashed, also if one exports and the other stages.
     """
     chunk_tokens = max(page_size, CHUNK_TOKENS)
     found_tokens = findable(chunk_tokens)
-    engine = serve(page_size=page_size, layerwise=layerwise)
+    engine = serve(page_size=page_size, layerwise=layerwise, transfer=transfer)
     check(ask_all(engine, PROMPTS), expected)
     wait_stored(daemon, len(PROMPTS) * (PROMPT_TOKENS // chunk_tokens))
     push_out(engine)
@@ -84,7 +97,8 @@ def test_what_was_pushed_out_comes_back(
     if not layerwise:
         engine.kill()
         eventually(lambda: not daemon.status()["engines"])
-        successor = serve(page_size=page_size)
+        other = "export" if transfer == "staging" else "staging"
+        successor = serve(page_size=page_size, transfer=other)
         check_found(ask_all(successor, PROMPTS), expected, found_tokens)
 
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from kvd_client import CudaError
+from kvd_client import CudaError, Worker
 from kvd_client.errors import cause
-from kvd_client.sglang import pool_cache
+from kvd_client.sglang import pool_cache, transfers
 from kvd_client.sglang.linker import KvdLinker
 from kvd_client.sglang.pages import PagePool, chunk_keys
 from kvd_tools.engine_server import Completion
@@ -113,6 +114,7 @@ def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(
 
 
 FOUND = list(range(1, NODE + 1))
+each_transfer = pytest.mark.parametrize("transfer_by", ["export", "staging"])
 
 
 def transfer(pages: Sequence[int] = (), keys: Sequence[str] = KEYS[:NODE]) -> list[PoolTransfer]:
@@ -136,45 +138,138 @@ def load(linker: KvdLinker) -> bool:
     return linker.load("request", transfer(TO))
 
 
+def worker_of(linker: KvdLinker) -> Worker:
+    """The only pool's."""
+    (cache,) = linker._caches.values()
+    return cache.worker
+
+
+def check_loaded(linker: KvdLinker) -> None:
+    """The pages that were loaded have the bytes of those that were stored."""
+    (cache,) = linker._caches.values()
+    for layer in cache.pool.layers:
+        assert torch.equal(layer.tensor[indices(TO, PAGE)], layer.tensor[indices(FROM, PAGE)])
+
+
 def kill(daemon: Daemon, linker: KvdLinker) -> None:
     """Kill the daemon, and wait until the linker knows."""
     daemon.stop(signal.SIGKILL)
     eventually(lambda: not scheduler_of(linker).attached)
 
 
+@each_transfer
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_a_daemon_that_has_gone_is_a_load_that_is_refused(
-    start_daemon: StartDaemon, start_linker: StartLinker, layerwise: bool
+    start_daemon: StartDaemon, start_linker: StartLinker, layerwise: bool, transfer_by: str
 ) -> None:
     """Killed after the lookup: SGLang is told before it takes the load for done."""
     daemon = start_daemon(*KEEP)
-    linker = ready(start_linker, daemon, layerwise=layerwise)
+    linker = ready(start_linker, daemon, layerwise=layerwise, transfer=transfer_by)
     kill(daemon, linker)
     assert not load(linker)
     assert linker.start_layer_wise_loading() == -1
     assert linker.lookup("request", transfer()) == []
 
 
+@each_transfer
 def test_a_frozen_lane_holds_a_request_until_it_is_killed(
-    start_daemon: StartDaemon, start_linker: StartLinker
+    start_daemon: StartDaemon, start_linker: StartLinker, transfer_by: str
 ) -> None:
     """Its pages may still be written, so they are not given back before; then it is computed."""
     daemon = start_daemon(*KEEP, "--lane-timeout-seconds", "2")
-    linker = ready(start_linker, daemon, load_timeout=0.5)
+    linker = ready(start_linker, daemon, load_timeout=0.5, transfer=transfer_by)
     (lane,) = daemon.status()["lanes"]
     os.kill(lane["pid"], signal.SIGSTOP)
     assert not load(linker)
     assert not has_memory(lane["pid"])
     eventually(lambda: linker.lookup("request", transfer()) == FOUND)
     assert eventually(lambda: load(linker))
+    check_loaded(linker)
 
 
+@each_transfer
+def test_a_lane_that_is_killed_during_a_load_is_followed_by_the_next_one(
+    daemon: Daemon, start_linker: StartLinker, transfer_by: str
+) -> None:
+    """With layers: the forward pass waits until the lane's successor has loaded the pages."""
+    linker = ready(start_linker, daemon, layerwise=True, transfer=transfer_by)
+    (lane,) = daemon.status()["lanes"]
+    os.kill(lane["pid"], signal.SIGSTOP)
+    assert load(linker)
+    number = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(number)
+    forward = threading.Thread(target=linker.layer_done_counter.wait_until, args=(0,))
+    forward.start()
+    assert forward.is_alive()
+    os.kill(lane["pid"], signal.SIGKILL)
+    forward.join(PATIENCE)
+    assert not forward.is_alive()
+    linker.layer_done_counter.wait_until(1)
+    check_loaded(linker)
+    assert linker.finish_layer_wise_loading(number)
+    worker_of(linker).check_integrity()
+
+
+@each_transfer
+def test_a_reset_voids_what_a_lane_does_not_store(
+    daemon: Daemon,
+    start_linker: StartLinker,
+    monkeypatch: pytest.MonkeyPatch,
+    transfer_by: str,
+) -> None:
+    """Its pages are free again, its chunks are not found, and later stores and loads succeed."""
+    monkeypatch.setattr(transfers, "VOID_SECONDS", 0.2)
+    linker = ready(start_linker, daemon, transfer=transfer_by)
+    (lane,) = daemon.status()["lanes"]
+    voided = KEYS[NODE : 2 * NODE]
+    os.kill(lane["pid"], signal.SIGSTOP)
+    try:
+        assert linker.offload(transfer(TO, voided))
+        linker.reset()
+        assert not linker.num_completed_offloads()
+    finally:
+        os.kill(lane["pid"], signal.SIGCONT)
+    assert eventually(lambda: store(linker, transfer(FROM, KEYS[2 * NODE : 3 * NODE])))
+    assert linker.lookup("voided", transfer(keys=voided)) == []
+    assert linker.lookup("request", transfer()) == FOUND
+    assert load(linker)
+    check_loaded(linker)
+    worker_of(linker).check_integrity()
+
+
+@each_transfer
+def test_a_store_reads_pages_when_the_engine_has_written_them(
+    daemon: Daemon, start_linker: StartLinker, monkeypatch: pytest.MonkeyPatch, transfer_by: str
+) -> None:
+    """On a device the engine has only begun to write them when it offloads their node."""
+    kind = dense()
+    linker = start_linker(daemon, kind, transfer=transfer_by)
+    written = threading.Event()
+    event = SimpleNamespace(synchronize=lambda: written.wait(PATIENCE))
+    monkeypatch.setattr(PagePool, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(linker, "record_offload_ready", lambda: [event])
+    assert linker.offload(transfer(FROM))
+    kind.fill(1)
+    written.set()
+    eventually(linker.num_completed_offloads, (1).__eq__)
+    assert linker.pop_completed_offload()
+    eventually(lambda: linker.lookup("request", transfer()), FOUND.__eq__)
+    assert load(linker)
+    check_loaded(linker)
+
+
+@each_transfer
 def test_requests_that_are_aborted_are_counted(
-    start_daemon: StartDaemon, start_linker: StartLinker, caplog: pytest.LogCaptureFixture
+    start_daemon: StartDaemon,
+    start_linker: StartLinker,
+    caplog: pytest.LogCaptureFixture,
+    transfer_by: str,
 ) -> None:
     """With layers a load whose chunks are lost fails after SGLang has taken it for begun."""
     daemon = start_daemon(*KEEP)
-    linker = ready(start_linker, daemon, layerwise=True, load_timeout=120, lease=240)
+    linker = ready(
+        start_linker, daemon, layerwise=True, load_timeout=120, lease=240, transfer=transfer_by
+    )
     assert load(linker)
     kill(daemon, linker)
     number = linker.start_layer_wise_loading()
@@ -263,7 +358,7 @@ def test_a_device_that_is_lost_at_the_start_leaves_an_engine_without_offload(
     lost: Exception,
 ) -> None:
     """One line names the cause; lookups, loads and stores come to nothing. `required` raises it."""
-    monkeypatch.setattr(PagePool, "share", lambda *_: raising(lost))
+    monkeypatch.setattr(PagePool, "describe", lambda *_: raising(lost))
 
     linker = make_linker(dense(), runtime_dir=str(daemon.runtime_dir), required=False)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

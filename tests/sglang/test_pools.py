@@ -29,18 +29,35 @@ from tests.sglang.device_pools import (
 from tests.waiting import eventually
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    ("layerwise", "stored_by", "loaded_by"),
+    [
+        (False, "export", "export"),
+        (True, "export", "export"),
+        (False, "staging", "export"),
+        (True, "export", "staging"),
+    ],
+)
 @pytest.mark.parametrize(
     "make_kind", [mla, window, states, states_and_mla, mla_with_eagle, dense_with_mtp]
 )
 def test_every_pool_of_a_node_comes_back(
-    daemon: Daemon, start_linker: StartLinker, make_kind: Callable[[], Kind], layerwise: bool
+    daemon: Daemon,
+    start_linker: StartLinker,
+    make_kind: Callable[[], Kind],
+    layerwise: bool,
+    stored_by: str,
+    loaded_by: str,
 ) -> None:
-    """Into other pages, by another engine, every byte, and no byte of other pages is touched."""
+    """Into other pages, by another engine, every byte, and no byte of other pages is touched.
+
+    Whether either engine exports its memory or stages it: their chunks are the same.
+    """
     kind, other = make_kind(), make_kind()
     kind.fill(1)
     other.fill(2)
-    one, two = start_linker(daemon, kind), start_linker(daemon, other, layerwise=layerwise)
+    one = start_linker(daemon, kind, transfer=stored_by)
+    two = start_linker(daemon, other, transfer=loaded_by, layerwise=layerwise)
     keys, more_keys = KEYS[:NODE], KEYS[: NODE + 3]
     assert store(one, [pool.transfer(keys, pool.stored) for pool in kind.pools])
     _, *others = other.pools
@@ -61,6 +78,10 @@ def test_every_pool_of_a_node_comes_back(
     assert two.finish_layer_wise_loading(number)
     for pool, buffers in zip(other.pools, contents, strict=True):
         assert all(torch.equal(*pair) for pair in zip(pool.buffers, buffers, strict=True))
+    for linker, transfer in ((one, stored_by), (two, loaded_by)):
+        for cache in linker._caches.values():
+            assert cache.worker.transfer == transfer
+            cache.worker.check_integrity()
 
 
 @pytest.mark.parametrize("make_kind", [dense, mla, window])

@@ -48,7 +48,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        require(self, "worker", "_load_jobs", "_connector_worker_meta")
+        require(self, "worker", "_load_jobs", "_connector_worker_meta", "_unsubmitted_store_jobs")
         self._connector_worker_meta = KvdWorkerMetadata()
         self._lost_blocks: set[int] = set()  # of loads that are late in this step
         self._late_requests: set[str] = set()  # whose loads they are
@@ -87,6 +87,15 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         between blocks, and whole blocks for every group's pages if blocks hold all layers.
         """
         self.worker = self.spec.make_worker(kv_caches)
+        self.worker.before_release = self._fail_unsubmitted_stores
+
+    def _fail_unsubmitted_stores(self) -> None:
+        """Fail the stores that the next step would submit: their blocks are about to be freed."""
+        meta: KvdWorkerMetadata = self._connector_worker_meta
+        for job_id, *_ in self._unsubmitted_store_jobs:
+            meta.mark_completed(job_id)
+            meta.failed_jobs.add(job_id)
+        self._unsubmitted_store_jobs.clear()
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Collect the ended jobs. A failed load is both finished and failed."""

@@ -52,6 +52,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._options = options
         self._register = register
+        self.before_release: Callable[[], None] = lambda: None  # called before vLLM frees memory
         self._load_deadlines: dict[int, float] = {}  # by job; infinite once cancelled
         self._results: list[TransferResult] = []  # that `get_finished` returns next
         self._expedited: set[int] = set()  # loads that the step is yet to wait for
@@ -157,10 +158,12 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def release_memory(self) -> None:
         """Let nothing use the KV cache any more, before vLLM frees it. Never raises."""
+        self.before_release()
         if self.worker is None:
             return
+        is_staging = self.worker.transfer == STAGING
         try:
-            if self.worker.transfer == STAGING:
+            if is_staging:
                 released = self.worker.suspend(RELEASE_SECONDS)
             else:
                 released = self.worker.unregister(RELEASE_SECONDS)
@@ -173,7 +176,9 @@ class KvdOffloadingWorker(OffloadingWorker):
                 " once the daemon has ended this session"
             )
             return
-        if not released:
+        if not released and is_staging:
+            log.error("a copy of the KV cache has not ended, and vLLM frees its memory")
+        elif not released:
             log.warning(
                 "the daemon did not let go of the KV cache in time; its memory is free once the"
                 " daemon has ended this session"
