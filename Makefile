@@ -159,9 +159,9 @@ test-vllm-0.33: $(VLLM_33_STAMP) $(ROUTERS_STAMP) ## all tests with vLLM and rou
 	$(VLLM_33)/bin/python -m pytest tests/vllm tests/routers -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 # What a changed interface breaks first: the check at start, the halves of the connector stepped by
-# vLLM's own code, and one engine that stores, loads, preempts, resets and loses its daemon, with
-# answers compared. The other tests are about models, plans, tiers and several engines.
-VLLM_33_FAST := $(patsubst %,tests/vllm/test_%.py,upstream options scheduler rank spec chunks events tier_waits shared_prefix step_loads failures)
+# vLLM's own code, ranks that stage or sleep, and an engine that stores, loads, preempts, resets and
+# loses its daemon, with answers compared. The others are about models, plans, tiers, many engines.
+VLLM_33_FAST := $(patsubst %,tests/vllm/test_%.py,upstream options scheduler rank spec staging sleep chunks events tier_waits shared_prefix step_loads failures)
 
 test-vllm-0.33-fast: $(VLLM_33_STAMP) ## those of them that a changed interface breaks first
 	$(VLLM_33)/bin/python -m pytest $(VLLM_33_FAST) -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
@@ -188,13 +188,14 @@ restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to r
 tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (SEED=n to repeat), check every kept chunk
 	PYTHONPATH=. $(BIN)/python -m tests.tier.kills $(or $(PASSES),200) $(SEED)
 
-sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1), check every answer
-	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise)
+sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1, STAGING=1), check every answer
+	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise) $(if $(STAGING),--staging)
 
 nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, long loops of kills
 	$(SGLANG)/bin/python -m pytest tests/sglang -m nightly -o faulthandler_timeout=500 -o timeout=600
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
+	$(MAKE) sglang-kills KILLS=100 STAGING=1
 
 nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more failures
 	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600

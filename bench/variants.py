@@ -50,6 +50,7 @@ class Way(StrEnum):
     GPU = "GPU cache"  # of the engine itself: nothing is loaded, which is the floor
     IN_PROCESS = "in-process"
     KVD = "kvd"
+    STAGED = "kvd, staged"  # copied by the engine to host memory that the daemon maps
     LMCACHE = "LMCache"
 
 
@@ -72,7 +73,7 @@ class Variant:
     @property
     def stamped(self) -> bool:
         """Whether the engine writes down its moments."""
-        return self.way in {Way.IN_PROCESS, Way.KVD}
+        return self.way in {Way.IN_PROCESS, Way.KVD, Way.STAGED}
 
     def __str__(self) -> str:
         chunks = "" if self.way is Way.GPU else f", chunks of {self.chunk_tokens}"
@@ -117,10 +118,13 @@ def started(
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             }
-        elif variant.way is Way.KVD:
+        elif variant.way in {Way.KVD, Way.STAGED}:
             daemon = stack.enter_context(Daemon(CPU_BYTES))
             transfer = kvd_transfer(
-                daemon.runtime_dir, blocks_per_chunk=variant.blocks_per_chunk, required=True
+                daemon.runtime_dir,
+                blocks_per_chunk=variant.blocks_per_chunk,
+                required=True,
+                transfer="staging" if variant.way is Way.STAGED else "export",
             ) | {
                 "kv_connector": "StampedSideBySide" if variant.side_by_side else "StampedKvd",
                 "kv_connector_module_path": "stamped",

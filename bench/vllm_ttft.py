@@ -1,10 +1,10 @@
 """Measures real vLLM engines on CPU beside the caches that their KV may go to.
 
 Scenario `warm`: time to first token of prompts that come back, by where their KV is found: in the
-engine's own GPU cache (nothing is loaded: the floor), in a copy inside the engine, in kvd, and with
-`--with lmcache` in LMCache's multiprocess server. One engine is alive at a time, each is started
-several times, in rotated order; figures are over starts. Each is compared with the floor of equal
-tokens left. `engines` and `killed`: see `several_engines.py`.
+engine's own GPU cache (nothing is loaded: the floor), in a copy inside the engine, in kvd, in kvd
+through staging memory, and with `--with lmcache` in LMCache's multiprocess server. One engine is
+alive at a time, each is started several times, in rotated order; figures are over starts. Each is
+compared with the floor of equal tokens left. `engines` and `killed`: see `several_engines.py`.
 
 Prints tables, writes bench/out/vllm_ttft.json. Runs with the Python of an environment with vLLM:
 `.venv-vllm/bin/python bench/vllm_ttft.py`. `--with lmcache` makes .venv-lmcache on top of it.
@@ -53,7 +53,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     ways = [Way.KVD, *([Way.LMCACHE] if options.beside else [])]
     if options.scenario == "warm":
-        warm(options.blocks, [Way.IN_PROCESS, *ways], quick=options.quick)
+        warm(options.blocks, [Way.IN_PROCESS, Way.STAGED, *ways], quick=options.quick)
     else:
         SCENARIOS[options.scenario]([options.only] if options.only else [Way.GPU, *ways])
 

@@ -249,7 +249,8 @@ class DoubleDevice:
         work = stream.queue.popleft()
         self.changed.notify_all()
         if work.action is not None:
-            work.action()
+            with torch.inference_mode():
+                work.action()
         if work.records is not None:
             work.records.has_happened = True
 

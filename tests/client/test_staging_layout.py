@@ -1,6 +1,7 @@
 """Staging pages against models: who owns them, and that a job in pieces is the job."""
 
 import itertools
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -258,7 +259,7 @@ def test_staged_jobs_move_the_bytes_of_the_job(
     if writer is not None:
         only = frozenset(slot for slot in job.slots if slot % writer[1] == writer[0])
     memory = StagingMemory(pages)
-    file = [memory.memory.array]
+    file = [np.frombuffer(mmap.mmap(memory.memory.fd, memory.memory.nbytes), np.uint8)]
     storages = [noise(nbytes, index) for index, nbytes in enumerate(layout.storages)]
     copier = HostCopier(
         [storage.ctypes.data for storage in storages], layout, memory, list(storages)

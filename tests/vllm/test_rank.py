@@ -64,7 +64,7 @@ class FakeWorker:
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
         is_torch_stream = hasattr(stream, "cuda_stream")
         assert is_torch_stream == (self.transfer == STAGING)
-        return 1000 + (stream.cuda_stream if is_torch_stream else stream)
+        return 1000 + int(stream.cuda_stream if is_torch_stream else stream)
 
     def submit(
         self,

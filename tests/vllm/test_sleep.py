@@ -3,6 +3,7 @@
 vLLM 0.33 calls the connector; with 0.32 kvd puts a class of its own before vLLM's backend.
 """
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
 from kvd_client import UnsupportedMemory, Worker
+from kvd_client.routes import EXPORT, STAGING, Transfer
+from kvd_client.staging_memory import Copy, HostCopier
 from kvd_client.vllm import KvdConnector, KvdOffloadingWorker
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.conftest import Daemon
@@ -104,9 +107,15 @@ class RankProcess:
         monkeypatch: pytest.MonkeyPatch,
         *,
         required: bool = False,
+        transfer: Transfer = EXPORT,
         **sleep: Any,
     ) -> None:
-        settings = {"runtime_dir": str(runtime_dir), "deadline": DEADLINE, "required": required}
+        settings = {
+            "runtime_dir": str(runtime_dir),
+            "deadline": DEADLINE,
+            "required": required,
+            "transfer": transfer,
+        }
         self.config, self.kv_cache_config, _ = configured(
             folder, extra={"blocks_per_chunk": FACTOR, **settings}
         )
@@ -165,11 +174,19 @@ def job(chunks: int, first: int) -> GPULoadStoreSpec:
     return GPULoadStoreSpec(list(range(first, first + count)), [count], [0])
 
 
+@pytest.mark.parametrize("transfer", [EXPORT, STAGING])
 def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
-    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transfer: Transfer
 ) -> None:
-    """The memory is let go of before it is freed and registered when it is back, not before."""
-    process = RankProcess(tmp_path, daemon.runtime_dir, monkeypatch, required=True)
+    """The memory is let go of before it is freed and used again when it is back, not before.
+
+    Exported memory is registered again then. With staging the registration stays.
+    """
+    staged = transfer == STAGING
+    process = RankProcess(
+        tmp_path, daemon.runtime_dir, monkeypatch, required=True, transfer=transfer
+    )
+    assert process.worker.transfer == transfer
     manager = process.scheduler_half().manager
     views, rank, vllm = process.views, process.rank, process.gpu_worker
     try:
@@ -186,7 +203,7 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
         vllm.sleep(2)
         assert not process.load(manager.prepare_load(keys, REQUEST), job(2, BLOCKS // 2))
         manager.complete_load(keys, REQUEST)
-        registered = []
+        registered, usable = [], []
         for step in (
             partial(vllm.wake_up, ["weights"]),
             partial(vllm.wake_up, ["kv_cache"]),
@@ -198,15 +215,26 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
         ):
             step()
             registered.append(process.worker.registered)
-        assert registered == [False, True, True, False, False, True, True]
+            source = manager.prepare_load(keys, REQUEST)
+            usable.append(process.load(source, job(2, BLOCKS // 2)) and not source.missing)
+            manager.complete_load(keys, REQUEST)
+        awake = [False, True, True, False, False, True, True]
+        assert registered == [staged or is_awake for is_awake in awake]
+        if staged:  # nobody has to learn that the rank is back
+            assert usable == awake
+        else:
+            assert not any(
+                is_usable and not is_awake
+                for is_usable, is_awake in zip(usable, awake, strict=True)
+            )
         assert NotedBackend.calls == [
-            ("suspend", 2, False),
-            ("resume", ["weights"], False),
-            ("resume", ["kv_cache"], False),
+            ("suspend", 2, staged),
+            ("resume", ["weights"], staged),
+            ("resume", ["kv_cache"], staged),
             ("discard", ("weights",), True),
-            ("discard", ("kv_cache",), False),
-            ("suspend", 1, False),
-            ("resume", None, False),
+            ("discard", ("kv_cache",), staged),
+            ("suspend", 1, staged),
+            ("resume", None, staged),
             ("resume", ["kv_cache"], True),
         ]
 
@@ -227,6 +255,93 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
         manager.shutdown()
     vllm.sleep()
     vllm.wake_up()
+
+
+class GatedGather:
+    """Stands for `HostCopier.gather`: the second call does not end before the test lets it.
+
+    Attributes:
+        calls: how many have begun.
+        is_running: the second one has begun, and not ended.
+        may_end: it ends once this is set.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.is_running, self.may_end = threading.Event(), threading.Event()
+        gather = HostCopier.gather
+
+        def gated(*arguments: Any) -> Copy:
+            self.calls += 1
+            if self.calls == 2:
+                self.is_running.set()
+                assert self.may_end.wait(PATIENCE)
+            copy = gather(*arguments)
+            self.is_running.clear()
+            return copy
+
+        monkeypatch.setattr(HostCopier, "gather", gated)
+
+
+def test_no_copy_touches_a_staged_cache_while_its_engine_sleeps(
+    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that runs is waited for; then none begins. What is found later is from before.
+
+    The store that was running fails, but for the chunks that the lane had already.
+    """
+    gather = GatedGather(monkeypatch)
+    process = RankProcess(
+        tmp_path, daemon.runtime_dir, monkeypatch, required=True, transfer=STAGING
+    )
+    manager = process.scheduler_half().manager
+    views, rank, vllm = process.views, process.rank, process.gpu_worker
+    try:
+        assert manager.scheduler.wait_attached(PATIENCE)
+        num_chunks = (BLOCKS - 1) // FACTOR  # in three pieces
+        keys = [make_offload_key(bytes([n] * 32), 0) for n in range(num_chunks)]
+        slots = manager.prepare_store(keys, REQUEST).store_spec
+        manager.end_step()
+        before = whole(views).clone()
+        rank.submit_store(STORE, job(num_chunks, 1), slots)
+        assert gather.is_running.wait(PATIENCE)
+        threading.Timer(0.1, gather.may_end.set).start()
+        vllm.sleep()
+        assert gather.may_end.is_set()
+        assert not gather.is_running.is_set()
+        assert not process.ended(STORE)
+        whole(views).zero_()
+        rank.submit_store(STORE, job(num_chunks, 1), slots)
+        assert not process.ended(STORE)
+        assert not process.load(slots, job(num_chunks, 1))
+        assert gather.calls == 2
+        assert not whole(views).any()
+        manager.complete_store(keys, REQUEST, success=False)
+        manager.end_step()
+        vllm.wake_up()
+
+        settled = {LookupResult.HIT, LookupResult.MISS}
+        found = [
+            eventually(partial(manager.lookup, key, REQUEST), settled.__contains__) for key in keys
+        ]
+        num_found = found.count(LookupResult.HIT)
+        assert found == [LookupResult.HIT] * num_found + [LookupResult.MISS] * (
+            num_chunks - num_found
+        )
+        assert num_found < num_chunks
+        if num_found:
+            source = manager.prepare_load(keys[:num_found], REQUEST)
+            manager.end_step()
+            assert process.load(source, job(num_found, 1))
+            manager.complete_load(keys, REQUEST)
+        loaded = [*range(1, 1 + num_found * FACTOR)]
+        after = pages(views, [*views], loaded, BLOCKS)
+        whole(views).copy_(before)
+        assert all(map(torch.equal, pages(views, [*views], loaded, BLOCKS), after))
+    finally:
+        gather.may_end.set()
+        process.connector.shutdown()
+        manager.shutdown()
 
 
 def late(_: object) -> bool:
