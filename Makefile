@@ -188,13 +188,14 @@ restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to r
 tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (SEED=n to repeat), check every kept chunk
 	PYTHONPATH=. $(BIN)/python -m tests.tier.kills $(or $(PASSES),200) $(SEED)
 
-sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1), check every answer
-	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise)
+sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1, STAGING=1), check every answer
+	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise) $(if $(STAGING),--staging)
 
 nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, long loops of kills
 	$(SGLANG)/bin/python -m pytest tests/sglang -m nightly -o faulthandler_timeout=500 -o timeout=600
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
+	$(MAKE) sglang-kills KILLS=100 STAGING=1
 
 nightly-vllm: $(VLLM_STAMP) ## what test-vllm leaves out: unusual models, more failures
 	$(VLLM)/bin/python -m pytest tests/vllm -m nightly -o faulthandler_timeout=500 -o timeout=600

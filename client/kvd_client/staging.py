@@ -15,7 +15,8 @@ step never do, but for `wait`.
   the blocks has finished; the engine gets the result when the scatter has.
 - A voided store reads its blocks no more, or its bytes go nowhere: the lane has not got its pieces,
   or discards them (`JobTable`).
-- A load that is cancelled, or whose pieces fail, ends when no scatter runs and none will begin.
+- A load that is cancelled, or a piece of which fails, ends when no scatter of it runs: none will
+  begin, and what the lane still writes are pages, which have no new owner before it has answered.
 """
 
 import contextlib
@@ -25,14 +26,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from kvd_client.errors import InternalError, UsageError, cause, get_logger
 from kvd_client.jobs import JobResult, JobTable, voided_text
 from kvd_client.readiness import Readiness
-from kvd_client.staging_layout import PageRing, PageRun, Piece, split_job
+from kvd_client.staged_job import RunningPiece, StagedJob
+from kvd_client.staging_layout import PageRing, split_job
 from kvd_client.staging_memory import BlockCopier, Copy, StagingMemory
 from kvd_client.timeline import Timeline
 from kvd_proto.jobs import JobBlocks
@@ -48,87 +49,6 @@ _ENDED = "staging has ended; nothing is loaded or stored until memory is registe
 _SUSPENDED = "the engine has suspended copies of its memory"
 
 log = get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _StagedJob:
-    """An unfinished job.
-
-    Attributes:
-        pieces: those that have not begun, but for the one that `peek` has returned.
-        is_over: no further piece will begin.
-        num_running: pieces that have begun and not ended.
-        failure: the job's result; None: nothing has gone wrong.
-        results: of ended pieces.
-    """
-
-    job_id: int
-    kind: type[Store] | type[Load]
-    after: int
-    expedited: bool
-    deadline: float
-    pieces: Iterator[Piece]
-    is_over: bool = False
-    num_running: int = 0
-    failure: JobResult | None = None
-    results: list[JobResult] = field(default_factory=list)
-    _peeked: Piece | None = None
-
-    def peek(self) -> Piece | None:
-        """Return the next piece to begin; None: there is none.
-
-        Pieces without pages are left out: all their chunks are stored by other ranks.
-        """
-        while self._peeked is None and not self.is_over:
-            piece = next(self.pieces, None)
-            if piece is None:
-                self.is_over = True
-            elif piece.num_pages:
-                self._peeked = piece
-        return self._peeked
-
-    def begin(self) -> None:
-        """Count the next piece as running."""
-        self._peeked = None
-        self.num_running += 1
-        self.peek()
-
-    def stop(self, status: JobStatus, text: str) -> None:
-        """Begin no further piece; the job's result is this one, unless it has failed before."""
-        self._peeked, self.is_over = None, True
-        if self.failure is None:
-            self.failure = JobResult(self.job_id, status, text=text)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the blocks are free: no piece touches them, or what it reads goes nowhere."""
-        is_void = self.kind is Store and self.failure is not None
-        return is_void or (self.is_over and not self.num_running)
-
-    def result(self) -> JobResult:
-        """Return the result of an ended job.
-
-        A store leaves out chunks that another engine stores: it is STALE only if all pieces are.
-        """
-        nbytes = sum(result.bytes for result in self.results)
-        seconds = sum(result.seconds for result in self.results)
-        failure = self.failure
-        is_stale = [result.status is JobStatus.STALE for result in self.results]
-        if failure is None and is_stale and all(is_stale):
-            failure = self.results[0]
-        if failure is None:
-            return JobResult(self.job_id, JobStatus.OK, nbytes, seconds)
-        return JobResult(self.job_id, failure.status, nbytes, seconds, failure.text)
-
-
-@dataclass(slots=True, eq=False)
-class _RunningPiece:
-    job: _StagedJob
-    piece: Piece
-    run: PageRun
-    piece_id: int
-    copy: Copy | None = None
-    result: JobResult | None = None  # the lane's, of a load
 
 
 class StagedJobs:
@@ -174,12 +94,12 @@ class StagedJobs:
         self._piece_ids = itertools.count(PIECE_IDS)
 
         self._changed = threading.Condition()
-        self._jobs: dict[int, _StagedJob] = {}
-        self._queues: dict[type[Store | Load], deque[_StagedJob]]
+        self._jobs: dict[int, StagedJob] = {}
+        self._queues: dict[type[Store | Load], deque[StagedJob]]
         self._queues = {Store: deque(), Load: deque()}
-        self._at_lane: dict[int, _RunningPiece] = {}
-        self._loaded: deque[_RunningPiece] = deque()
-        self._copying: list[_RunningPiece] = []
+        self._at_lane: dict[int, RunningPiece] = {}
+        self._loaded: deque[RunningPiece] = deque()
+        self._copying: list[RunningPiece] = []
         self._finished: list[JobResult] = []
         self._is_suspended = False
         self._has_failed = False  # the thread has ended
@@ -219,7 +139,7 @@ class StagedJobs:
         pieces = split_job(
             blocks, self._layout, self._pages_per_piece, self._writer if kind is Store else None
         )
-        staged = _StagedJob(
+        staged = StagedJob(
             job, kind, after, expedited, time.monotonic() + deadline_ms / 1000, pieces
         )
         with self._changed:
@@ -361,7 +281,7 @@ class StagedJobs:
         for job_id in jobs:
             self._report(JobResult(job_id, JobStatus.FAILED, text=text))
 
-    def _end_if_over(self, job: _StagedJob) -> None:
+    def _end_if_over(self, job: StagedJob) -> None:
         """Report a job that has ended."""
         if job.is_over and job in self._queues[job.kind]:
             self._queues[job.kind].remove(job)
@@ -369,7 +289,7 @@ class StagedJobs:
             del self._jobs[job.job_id]
             self._report(job.result())
 
-    def _stop(self, job: _StagedJob, status: JobStatus, text: str) -> None:
+    def _stop(self, job: StagedJob, status: JobStatus, text: str) -> None:
         """Begin no further piece or scatter of a job, and have the lane stop the others."""
         job.stop(status, text)
         at_lane = [piece.piece_id for piece in self._at_lane.values() if piece.job is job]
@@ -399,7 +319,7 @@ class StagedJobs:
             piece.piece_id for piece in self._at_lane.values() if piece.job.job_id in job_ids
         )
 
-    def _end_piece(self, piece: _RunningPiece, result: JobResult | None) -> None:
+    def _end_piece(self, piece: RunningPiece, result: JobResult | None) -> None:
         """Release a piece's pages; result: None if nothing of its job counts any more."""
         job = piece.job
         self._rings[job.kind].release(piece.run)
@@ -497,9 +417,10 @@ class StagedJobs:
             has_moved = True
         return has_moved
 
-    def _end_copy(self, piece: _RunningPiece, error: Exception | None) -> None:
+    def _end_copy(self, piece: RunningPiece, error: Exception | None) -> None:
         with self._changed:
             self._copying.remove(piece)
+            piece.job.num_copying -= 1
             self._changed.notify_all()  # of `suspend`
             if error is not None:
                 text = f"the copy between blocks and staging pages failed: {cause(error)}"
@@ -524,7 +445,7 @@ class StagedJobs:
                 if job.kind is Load:
                     self._stop(job, JobStatus.TIMEOUT, "not loaded within its time")
 
-    def _send(self, piece: _RunningPiece) -> None:
+    def _send(self, piece: RunningPiece) -> None:
         """Give a piece to the lane. Called under `_changed`."""
         job = piece.job
         blocks = piece.piece.staged(piece.run, self._layout.null_block)
@@ -539,7 +460,7 @@ class StagedJobs:
             deadline_ms=max(1, round((job.deadline - time.monotonic()) * 1000)),
         )
 
-    def _begin(self, job: _StagedJob) -> _RunningPiece | None:
+    def _begin(self, job: StagedJob) -> RunningPiece | None:
         """Borrow pages for a job's next piece; None: there are none. Called under `_changed`."""
         piece = job.peek()
         if piece is None:  # it has none at all
@@ -551,7 +472,12 @@ class StagedJobs:
         job.begin()
         if job.is_over:
             self._queues[job.kind].remove(job)
-        return _RunningPiece(job, piece, run, next(self._piece_ids))
+        return RunningPiece(job, piece, run, next(self._piece_ids))
+
+    def _start_copying(self, piece: RunningPiece) -> None:
+        """Count a piece as being copied. Called under `_changed`."""
+        piece.job.num_copying += 1
+        self._copying.append(piece)
 
     def _num_at_lane(self, kind: type[Store] | type[Load]) -> int:
         return sum(piece.job.kind is kind for piece in self._at_lane.values())
@@ -576,7 +502,7 @@ class StagedJobs:
                 events = self._timeline.events_until(piece.job.after)
                 if events is not None:
                     self._loaded.remove(piece)
-                    self._copying.append(piece)
+                    self._start_copying(piece)
                     break
             else:
                 return False
@@ -597,11 +523,11 @@ class StagedJobs:
             piece = self._begin(job)
             if piece is None:
                 return job.is_over  # then it has no pieces, and the next job may begin
-            self._copying.append(piece)
+            self._start_copying(piece)
         self._copy(piece, events, self._copier.gather)
         return True
 
-    def _copy(self, piece: _RunningPiece, events: list[Any], copy: Callable[..., Copy]) -> None:
+    def _copy(self, piece: RunningPiece, events: list[Any], copy: Callable[..., Copy]) -> None:
         """Start a copy. Called without the lock: a copy of host memory is done in the call."""
         try:
             piece.copy = copy(piece.piece.segments, piece.run.first, events)
@@ -609,7 +535,7 @@ class StagedJobs:
             self._end_copy(piece, error)
 
 
-def _has_ended(piece: _RunningPiece) -> bool:
+def _has_ended(piece: RunningPiece) -> bool:
     try:
         return piece.copy is None or piece.copy.is_done()
     except Exception:  # noqa: BLE001  # it has failed

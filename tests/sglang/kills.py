@@ -1,6 +1,6 @@
 """Kill the daemon at random moments while SGLang serves, start it again, and check every answer.
 
-    make sglang-kills KILLS=100 SEED=7 LAYERWISE=1
+    make sglang-kills KILLS=100 SEED=7 LAYERWISE=1 STAGING=1
 
 An engine whose own cache is too small for its prompts is asked them at random by several clients at
 once, so that it always loads and stores. A prompt's beginning comes from kvd or is computed; its
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -135,7 +135,7 @@ def kill(daemon: Daemon, *, whole: bool) -> None:
     daemon.process.wait(PATIENCE)
 
 
-def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
+def run(kills: int, seed: int, *, layerwise: bool, staging: bool) -> Tally:
     """Kill the daemon so many times."""
     tally, source = Tally(), random.Random(seed)
     with ExitStack() as stack:
@@ -148,9 +148,9 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
         next_daemon = partial(start, "--keep-pool", "yes", cpu_bytes=POOL, ready=False)
         daemon = next_daemon()
         daemon.wait_ready()
-        options = with_kvd(
-            plain, daemon.runtime_dir, load_timeout=LOAD_TIMEOUT, deadline=1, layerwise=layerwise
-        )
+        extra: dict[str, Any] = {"load_timeout": LOAD_TIMEOUT, "deadline": 1}
+        extra |= {"layerwise": layerwise, "transfer": "staging" if staging else "auto"}
+        options = with_kvd(plain, daemon.runtime_dir, **extra)
         log = place / "engine.log"
         engine = stack.enter_context(SglangServer(options, log))
         load = stack.enter_context(Load(engine, expected, tally, seed))
@@ -180,16 +180,16 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
 
 
 def main() -> int:
-    """The command line: kills, seed and --layerwise."""
-    words = [word for word in sys.argv[1:] if word != "--layerwise"]
-    layerwise = "--layerwise" in sys.argv
+    """The command line: kills, seed, --layerwise and --staging."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    ways = {"layerwise": "--layerwise" in sys.argv, "staging": "--staging" in sys.argv}
     kills = int(words[0]) if words else 100
     seed = int(words[1]) if len(words) > 1 else random.SystemRandom().randrange(2**31)
     began = time.monotonic()
-    tally = run(kills, seed, layerwise=layerwise)
+    tally = run(kills, seed, **ways)
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"seconds": seconds, "seed": seed, "layerwise": layerwise} | asdict(tally)))
-    return 1 if tally.wrong or tally.unanswered or (tally.aborted and not layerwise) else 0
+    print(json.dumps({"seconds": seconds, "seed": seed} | ways | asdict(tally)))
+    return 1 if tally.wrong or tally.unanswered or (tally.aborted and not ways["layerwise"]) else 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ On a CPU their attention and their states are computed by SGLang's own Triton ke
 Triton's interpreter runs: slowly, so that models and prompts are small.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,44 +93,53 @@ class Plain:
     again: list[Completion]  # to what is asked again, with the prompts in its own cache
 
 
-# A cache with pages and one with states are asked every time; the slower ones at night.
-NIGHTLY = ("window", "states")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in KINDS
-    ],
-)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Each kind of model."""
-    return KINDS[request.param]
+# A cache with pages and one with states are asked every time; the rest at night.
+EVERY_TIME = {
+    ("mla", False, "export"),
+    ("convolutions", False, "export"),
+    ("convolutions", False, "staging"),
+}
+RUNS = [
+    pytest.param(*run, marks=[] if run in EVERY_TIME else [pytest.mark.nightly])
+    for run in product(KINDS, (False, True), ("export", "staging"))
+]
 
 
 @pytest.fixture(scope="module")
-def plain(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    """What the answers must be."""
-    place = tmp_path_factory.mktemp("plain")
-    options = kind.options(place)
-    engine = SglangServer(options, place / "engine.log")
-    try:
-        engine.wait_ready()
-        cold = ask_all(engine, PROMPTS)
-        again = ask_all(engine, AGAIN)
-    finally:
-        engine.kill()
-    check_worth([*cold, *again[1:]])
-    assert [answer.cached_tokens for answer in cold] == [0] * len(PROMPTS)
-    return Plain(options, cold, again)
+def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plain]:
+    """What the answers must be, by the kind's name; each is asked for once."""
+
+    @cache
+    def plain(name: str) -> Plain:
+        place = tmp_path_factory.mktemp("plain")
+        options = KINDS[name].options(place)
+        engine = SglangServer(options, place / "engine.log")
+        try:
+            engine.wait_ready()
+            cold = ask_all(engine, PROMPTS)
+            again = ask_all(engine, AGAIN)
+        finally:
+            engine.kill()
+        check_worth([*cold, *again[1:]])
+        assert [answer.cached_tokens for answer in cold] == [0] * len(PROMPTS)
+        return Plain(options, cold, again)
+
+    return plain
 
 
-@pytest.mark.parametrize("layerwise", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("name", "layerwise", "transfer"), RUNS)
 def test_what_was_pushed_out_comes_back(
-    daemon: Daemon, start_engine: StartEngine, kind: Kind, plain: Plain, layerwise: bool
+    daemon: Daemon,
+    start_engine: StartEngine,
+    plain_engine: Callable[[str], Plain],
+    name: str,
+    layerwise: bool,
+    transfer: str,
 ) -> None:
     """Answers and found tokens are those of an engine that has kept all of it by itself."""
-    engine = start_engine(with_kvd(plain.options, daemon.runtime_dir, layerwise=layerwise))
+    kind, plain = KINDS[name], plain_engine(name)
+    extra = {"layerwise": layerwise, "transfer": transfer}
+    engine = start_engine(with_kvd(plain.options, daemon.runtime_dir, **extra))
     engine.wait_ready()
     wait_served(daemon, kind.pools)
     check(ask_all(engine, PROMPTS), plain.cold)

@@ -47,7 +47,7 @@ class SglangOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         lease: seconds for which the chunks of a lookup stay pinned for its request.
         layerwise: false: a request's forward pass begins when its load is complete, and a request
             whose load fails is computed. true: it begins with the first layer, and SGLang aborts
-            the requests of a load that fails.
+            the requests of a load that fails. Staged loads have no layers: the first waits for all.
         load_timeout: seconds for a load, daemon restarts included. The engine's scheduler waits
             for it, with `layerwise` the forward pass.
         store_timeout: seconds after which a store is given up. Until then the tree keeps its pages.

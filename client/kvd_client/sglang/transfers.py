@@ -177,7 +177,10 @@ class LoadBatch:
             job.submit()
 
     def wait_for(self, layer: int) -> None:
-        """Wait until this layer (from 0) is loaded, or the load has failed."""
+        """Wait until this layer (from 0) is loaded, or the load has ended.
+
+        Jobs that are staged count no layers: each layer waits for all of them.
+        """
         self._wait(lambda job: job.ended or job.num_layers > layer)
 
     def finish(self) -> bool:
