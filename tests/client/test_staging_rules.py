@@ -327,6 +327,7 @@ def a_load_that_is_cancelled_at_the_lane_is_not_scattered(rig: StagingRig) -> No
     rig.submit(Load, 1, [1, 2], [0])
     rig.daemon.wait_for(Load)
     rig.worker.cancel([1])
+    assert rig.worker.wait([1], SOON) == frozenset()
     assert rig.result(1).status is JobStatus.CANCELLED
     rig.daemon.finish()
     rig.let_pass()
