@@ -57,7 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         transfer: export: the daemon maps this engine's KV memory. staging: each rank copies its KV
             through host memory that the daemon maps. auto: export, or staging where the memory
             cannot be exported.
-        staging_bytes: of host memory for staging, of each rank.
+        staging_bytes: of host memory for staging, of each rank (of each of its pools in SGLang).
     """
 
     runtime_dir: str = "/run/kvd"
