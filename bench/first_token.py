@@ -133,8 +133,11 @@ class Asking:
         return tokens
 
     def _lane_ms(self) -> Stages:
-        """What all loads until now spent in each of the lane's stages; none without a daemon."""
-        if self._started.daemon is None:
+        """What all loads until now spent in each of the lane's stages; none without a daemon.
+
+        None with staging either: the lane counts a load's pieces, which overlap.
+        """
+        if self._started.daemon is None or self._started.variant.way is Way.STAGED:
             return {}
         (lane,) = self._started.daemon.status()["lanes"]
         stages = lane["counters"]["stages"]

@@ -257,7 +257,7 @@ def test_memory_is_free_after_unregister(rig: StagingRig) -> None:
     assert select.select([rig.worker], [], [], SECONDS)[0]
     assert [result.job_id for result in rig.worker.get_finished()] == [1]
     assert not select.select([rig.worker], [], [], 0)[0]
-    eventually(lambda: not any("kvd-memory" in file for file in open_files().values()))
+    eventually(lambda: not any("kvd-staging" in file for file in open_files().values()))
     eventually(lambda: not rig.device.pinned)
     first = len(rig.device.streams)
     rig.register()

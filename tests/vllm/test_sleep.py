@@ -20,6 +20,10 @@ from vllm.device_allocator.sleep_mode_backend import (
 )
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
@@ -27,6 +31,7 @@ from kvd_client import UnsupportedMemory, Worker
 from kvd_client.routes import EXPORT, STAGING, Transfer
 from kvd_client.staging_memory import Copy, HostCopier
 from kvd_client.vllm import KvdConnector, KvdOffloadingWorker
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.conftest import Daemon
 from tests.vllm.configs import BLOCKS, allocated, configured, pages, whole
@@ -342,6 +347,27 @@ def test_no_copy_touches_a_staged_cache_while_its_engine_sleeps(
         gather.may_end.set()
         process.connector.shutdown()
         manager.shutdown()
+
+
+def test_stores_that_wait_for_the_next_step_fail_when_the_engine_sleeps(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are freed before that step: each is reported once, and not submitted."""
+    process = RankProcess(tmp_path, runtime_dir, monkeypatch)
+    half = process.connector.connector_worker
+    assert half is not None
+    store = TransferJob("request", job(1, 1), ChunkLoadStoreSpec())
+    half.prepare_store_kv(OffloadingConnectorMetadata({}, {STORE: store}))
+    submitted: list[object] = []
+    monkeypatch.setattr(process.rank, "submit_store", lambda *store: submitted.append(store))
+    process.gpu_worker.sleep()
+    process.gpu_worker.wake_up()
+    half.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
+    assert not submitted
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    assert (report.completed_jobs, report.failed_jobs) == ({STORE: 1}, {STORE})
+    process.connector.shutdown()
 
 
 def late(_: object) -> bool:

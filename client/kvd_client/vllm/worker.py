@@ -197,9 +197,10 @@ class KvdOffloadingWorker(OffloadingWorker):
             log_no_offload(log, error)
 
     def shutdown(self) -> None:
-        """Unregister the memory and end the session."""
-        if self.worker is not None:
-            self.worker.close()
+        """Unregister the memory and end the session. May be called again."""
+        worker, self.worker = self.worker, None  # from now on there is nothing to release
+        if worker is not None:
+            worker.close()
 
     def _submit(
         self,
