@@ -58,6 +58,53 @@ def test_two_ranks_on_one_gpu_get_every_byte_back(
         assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
 
 
+def staging_rank() -> type[Rank]:
+    """Memory of torch that is staged."""
+    torch_rank()
+    from tests.gpu.torch_rank import StagingRank  # noqa: PLC0415  # needs torch
+
+    return StagingRank
+
+
+def test_staging_and_exporting_engines_exchange_chunks(gpu_daemons: StartDaemon) -> None:
+    """Each loads what the other has stored, byte for byte; staging needs the host lane only."""
+    daemon = gpu_daemons()
+    keys, others = keys_of("staged", 6), keys_of("exported", 6)
+    with CudaEngine(daemon.runtime_dir, "stages", rank_type=staging_rank()) as staging:
+        staging.register()
+        staging.store(keys)
+        assert staging.load(keys) == 0
+        assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]
+        with CudaEngine(daemon.runtime_dir, "exports", rank_type=torch_rank()) as exporting:
+            exporting.register()
+            exporting.wait_hit(keys)
+            assert exporting.load(keys) == 0
+            exporting.store(others)
+            staging.wait_hit(others)
+            assert staging.load(others) == 0
+
+
+def test_staging_is_timed(gpu_daemons: StartDaemon) -> None:
+    """Prints GB/s of 60 MiB between the GPU and the pool, from submission to the end."""
+    daemon = gpu_daemons(cpu_bytes="256MiB")
+    how = {"world_size": 1, "page": LARGE_PAGE, "rank_type": staging_rank()}
+    with CudaEngine(daemon.runtime_dir, **how) as engine:  # type: ignore[arg-type]
+        engine.register()
+        keys = keys_of("timed", 15)
+        engine.store(keys)
+        ticket = engine.scheduler.prepare_load(keys)
+        slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+        blocks, rank = blocks_of(keys, 33), engine.ranks[0]
+        nbytes = 2 * LARGE_PAGE * len(blocks)
+        seconds = [
+            rank.ask("seconds", "load", 100 + number, blocks, slots, generations)
+            for number in range(9)
+        ]
+        engine.scheduler.complete_load(ticket)
+        assert not rank.ask("wrong_bytes", keys, blocks)
+        print(f"staging: load {nbytes / sorted(seconds)[4] / 1e9:.1f} GB/s, median of 9")
+
+
 @pytest.mark.parametrize("exportable", ["0", "1"])
 def test_expandable_segments_are_served_or_refused_with_the_remedy(
     gpu_daemons: StartDaemon, monkeypatch: pytest.MonkeyPatch, exportable: str
