@@ -114,22 +114,11 @@ class DeviceCopier(BlockCopier):
             [self._pages.layout.tensors[ref.tensor].offset for ref in group.refs]
             for group in self._pages.layout.groups
         ]
-        self._gathers = accelerator.new_stream()
-        self._scatters = accelerator.new_stream()
+        self._device = storages[0].device
+        self._gathers: Stream
+        self._scatters: Stream
         self._swap = swap_blocks_batch()
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        if self._swap is None:
-            buffer_pages = max(1, BUFFER_BYTES // self._pages.page_bytes)
-            buffer_pages = max(buffer_pages, layout.blocks_per_chunk)
-            shape = buffer_pages, self._pages.page_bytes
-            for stream in (self._gathers, self._scatters):
-                # Allocate on the stream that uses them: torch's allocator hands memory on in the
-                # order of one stream, before another stream's work on it has finished.
-                with stream:
-                    self._buffers[id(stream)] = (
-                        torch.empty(shape, dtype=torch.uint8, device=storages[0].device),
-                        torch.empty(buffer_pages, dtype=torch.int64, device=storages[0].device),
-                    )
 
     def gather(self, segments: Segments, page: int, after: Sequence[Any]) -> Copy:
         """See BlockCopier."""
@@ -141,9 +130,13 @@ class DeviceCopier(BlockCopier):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """See BlockCopier. Staging memory is pinned meanwhile."""
+        """See BlockCopier. Staging memory is pinned meanwhile.
+
+        Whatever calls the driver is made here, in the thread that may call it beside captures.
+        """
         address = self._staging.address
         with self._accelerator.current():
+            self._make_streams()
             is_pinned = self._accelerator.pin(address, len(self._staging.window))
             if not is_pinned:
                 log.info("staging memory is not pinned for %s: slower", self._accelerator.kind)
@@ -152,6 +145,23 @@ class DeviceCopier(BlockCopier):
             finally:
                 if is_pinned:
                     self._accelerator.unpin(address)
+
+    def _make_streams(self) -> None:
+        """Make a stream for each direction and, if fragments need one, its buffer."""
+        self._gathers, self._scatters = (self._accelerator.new_stream() for _ in range(2))
+        if self._swap is not None:
+            return
+        pages = self._pages
+        buffer_pages = max(BUFFER_BYTES // pages.page_bytes, pages.layout.blocks_per_chunk)
+        shape = buffer_pages, pages.page_bytes
+        for stream in (self._gathers, self._scatters):
+            # Allocate on the stream that uses them: torch's allocator hands memory on in the order
+            # of one stream, before another stream's work on it has finished.
+            with stream:
+                self._buffers[id(stream)] = (
+                    torch.empty(shape, dtype=torch.uint8, device=self._device),
+                    torch.empty(buffer_pages, dtype=torch.int64, device=self._device),
+                )
 
     def close(self) -> None:
         """See BlockCopier."""

@@ -1,11 +1,12 @@
 """Where a worker's jobs go: to the lane that has mapped its memory, or through staging."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvd_client.jobs import JobTable
+from kvd_client.jobs import JobResult, JobTable
 from kvd_client.readiness import Readiness
 from kvd_client.routes import Route, Transfer
-from kvd_client.staging import StagedJobs
+from kvd_client.staging import PIECE_IDS, StagedJobs
 from kvd_client.timeline import ControlPage, StreamSignals, Timeline
 from kvd_proto.messages import Register
 
@@ -55,10 +56,10 @@ class JobRouter:
     def take(
         self, route: Route, is_registered: Callable[[], bool], writer: tuple[int, int]
     ) -> None:
-        """Let jobs go this way from now on. Nothing has changed if this raises.
+        """Let jobs go this way from now on. If this raises, the way is still the one before.
 
         Args:
-            route: the way. An earlier one has been left.
+            route: the way. An earlier one has been left, unless it was export and was refused.
             is_registered: whether the daemon holds the memory.
             writer: rank and world size.
 
@@ -98,19 +99,29 @@ class JobRouter:
     def close_staged(self, staged: StagedJobs | None, timeout: float) -> bool:
         """End staged jobs that were left; return whether no copy touches the engine's memory.
 
+        `lane_jobs` reports their results.
+
         Called without the worker's lock: it waits for copies.
         """
         if staged is None:
             return True
-        is_free = staged.close(timeout)
-        self.lane_jobs.report(staged.take_finished())
-        return is_free
+        return staged.close(timeout)
 
     def fallback(self, refused: Register) -> Callable[[str], Route] | None:
         """Return what prepares another way than this registration's; None: there is none."""
         if self.route is None or self.route.message is not refused:
             return None
         return self.route.fallback
+
+    def drop_fallback(self, refused: Register) -> None:
+        """Prepare no other way for this registration: it has failed."""
+        if self.route is not None and self.route.message is refused:
+            self.route = replace(self.route, fallback=None)
+
+    def take_finished(self) -> list[JobResult]:
+        """Return results of jobs. While a way is left, the lane's may be of pieces: not those."""
+        results = self.jobs.take_finished()
+        return [result for result in results if result.job_id < PIECE_IDS]
 
     def check_integrity(self) -> None:
         """Raise InternalError if jobs disagree with lanes, pages or the control page."""

@@ -104,6 +104,7 @@ class StagedJobs:
         self._is_suspended = False
         self._has_failed = False  # the thread has ended
         self._is_closed = False
+        self._is_left = False  # `close` has returned: results go to the lane's jobs
 
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -226,9 +227,10 @@ class StagedJobs:
             self._is_suspended = False
 
     def close(self, timeout: float) -> bool:
-        """Stop all jobs and the thread; jobs that have not ended are reported as failed.
+        """Stop all jobs and the thread. The lane's jobs report what has not been taken here.
 
-        A lane that does not answer may still use the pages, which nobody else uses any more.
+        Loads that are scattered are reported when that has ended, perhaps later, all others now. A
+        lane that does not answer may still use the pages, which have no other use any more.
 
         Returns:
             As `suspend`.
@@ -240,11 +242,11 @@ class StagedJobs:
                 os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout)
         with self._changed:
-            self._report_all_failed("the worker has left")
+            self._is_left = True
+            finished, self._finished = self._finished, []
             self._lane_jobs.forget(tuple(self._at_lane))
-            if not self._thread.is_alive() and self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+            self._lane_jobs.report(finished)
+            self._report_all_failed("the worker has left")
         return is_free
 
     def abandon(self) -> None:
@@ -272,14 +274,19 @@ class StagedJobs:
     # ------------------------------------------------- called under `_changed`
 
     def _report(self, result: JobResult) -> None:
-        self._finished.append(result)
-        self.readiness.set()
+        if self._is_left:
+            self._lane_jobs.report([result])
+        else:
+            self._finished.append(result)
+            self.readiness.set()
         self._changed.notify_all()
 
     def _report_all_failed(self, text: str) -> None:
-        jobs, self._jobs = self._jobs, {}
-        for job_id in jobs:
-            self._report(JobResult(job_id, JobStatus.FAILED, text=text))
+        """Report all jobs as failed, but for loads that are being scattered."""
+        for job in tuple(self._jobs.values()):
+            if job.kind is Store or not job.num_copying:
+                del self._jobs[job.job_id]
+                self._report(JobResult(job.job_id, JobStatus.FAILED, text=text))
 
     def _end_if_over(self, job: StagedJob) -> None:
         """Report a job that has ended."""
@@ -353,6 +360,9 @@ class StagedJobs:
             log.exception("staging has failed; all jobs from now on are misses")
             self._end_all()
         self._copier.close()
+        with self._changed:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _end_all(self) -> None:
         """Report all jobs as failed, when no copy touches the engine's memory any more."""
@@ -361,6 +371,8 @@ class StagedJobs:
         while any(not _has_ended(piece) for piece in self._copying):
             time.sleep(POLL_SECONDS)
         with self._changed:
+            for piece in self._copying:
+                piece.job.num_copying -= 1
             self._copying.clear()
             self._report_all_failed(_ENDED)
             self._changed.notify_all()  # of `suspend`
@@ -389,8 +401,10 @@ class StagedJobs:
 
     def _take_answers(self) -> bool:
         """Process what the lane has answered."""
-        results = self._lane_jobs.take_finished()
         with self._changed:
+            if self._is_closed:  # they may be results of another way by now
+                return False
+            results = self._lane_jobs.take_finished()
             for result in results:
                 piece = self._at_lane.pop(result.job_id, None)
                 if piece is None:

@@ -1,7 +1,7 @@
 """`Worker`, the client of one rank of an engine: its KV memory, and the jobs that copy it.
 
-`get_finished` reports every submitted job exactly once. A store that failed has stored nothing. A
-load that failed leaves its blocks undefined, and nothing writes to them any more. Both are misses.
+`get_finished` reports every submitted job exactly once. A store that failed has stored nothing, or
+with staging whole chunks of its blocks. A load that failed leaves its blocks undefined, and nothing writes to them any more. Both are misses.
 """
 
 import os
@@ -164,10 +164,8 @@ class Worker(ClientSession):
         )
         required = check_flag("required", required)
         timeout_s = check_seconds("timeout", timeout)
-        registration = self._registration
         with self._changed:
-            if registration.message is not None or registration.is_refused:
-                raise UsageError("this worker is registered already; call unregister() first")
+            self._check_unregistered()
         route = choose_route(
             memory,
             layout,
@@ -176,9 +174,15 @@ class Worker(ClientSession):
             transfer=transfer,
             staging_bytes=staging_bytes,
         )
+        with self._changed:
+            try:
+                self._check_unregistered()  # again: another thread may have been faster
+                self._request_registration(route)
+            except BaseException:
+                route.close()
+                raise
         try:
             with self._changed:
-                self._request_registration(route)
                 return self._finish_register(timeout_s, required=required)
         except BaseException:
             with self._changed:
@@ -190,21 +194,17 @@ class Worker(ClientSession):
             self._router.close_staged(staged, self.deadline)
             raise
 
+    def _check_unregistered(self) -> None:
+        if self._registration.message is not None or self._registration.is_refused:
+            raise UsageError("this worker is registered already; call unregister() first")
+
     def _request_registration(self, route: Route, *, in_place: bool = False) -> None:
         """Let jobs go this way, and request its registration. Called under `_changed`.
 
-        Args:
-            route: closed if this raises.
-            in_place: of a registration that the daemon has just refused.
+        With `in_place` it replaces a registration that the daemon has just refused.
         """
         registration = self._registration
-        try:
-            self._router.take(
-                route, lambda: registration.is_registered, (self.rank, self.world_size)
-            )
-        except BaseException:
-            route.close()
-            raise
+        self._router.take(route, lambda: registration.is_registered, (self.rank, self.world_size))
         if in_place:
             registration.replace(route.message, route.descriptors)
         else:
@@ -238,18 +238,21 @@ class Worker(ClientSession):
             prepare = self._router.fallback(message)
         if prepare is None or reply.code is not ErrorCode.BAD_LAYOUT:
             return False
+        route: Route | None = None
         try:
             route = prepare(f"the daemon refuses this memory: {reply.text}")
             with self._changed:
-                if self._registration.message is not message:  # dropped meanwhile
-                    route.close()
-                    return False
-                self._router.leave()
-                self._request_registration(route, in_place=True)
+                is_wanted = self._router.fallback(message) is prepare  # not left meanwhile
+                if is_wanted:
+                    self._request_registration(route, in_place=True)
+                    return True
         except Exception as error:  # noqa: BLE001  # the refusal stands
             log.warning("staging is not possible either: %s", cause(error))
-            return False
-        return True
+            with self._changed:
+                self._router.drop_fallback(message)
+        if route is not None:
+            route.close()
+        return False
 
     def _wait_registered(
         self, registration: WorkerRegistration, timeout: float, *, required: bool
@@ -490,7 +493,7 @@ class Worker(ClientSession):
     def get_finished(self) -> list[JobResult]:
         """Return the results of jobs that have ended since the last call. Never blocks."""
         self._check_open()
-        return self._router.jobs.take_finished()
+        return self._router.take_finished()
 
     def fileno(self) -> int:
         """Return a descriptor for event loops that is readable when `get_finished` has results.

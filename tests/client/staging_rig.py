@@ -120,6 +120,7 @@ class StagingRig:
         assert self.worker.register(
             memory, self.layout, FINGERPRINT, transfer="staging", staging_bytes=STAGING_BYTES
         )
+        eventually(lambda: len(self.device.streams) > 2)  # made by the worker's thread
 
     def _counting(self, wait_for_news: Any) -> Any:
         def counting(jobs: StagedJobs) -> None:
