@@ -244,6 +244,7 @@ class StagedJobs:
         with self._changed:
             self._is_left = True
             finished, self._finished = self._finished, []
+            self.readiness.clear()
             self._lane_jobs.forget(tuple(self._at_lane))
             self._lane_jobs.report(finished)
             self._report_all_failed("the worker has left")

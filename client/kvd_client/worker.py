@@ -1,7 +1,8 @@
 """`Worker`, the client of one rank of an engine: its KV memory, and the jobs that copy it.
 
 `get_finished` reports every submitted job exactly once. A store that failed has stored nothing, or
-with staging whole chunks of its blocks. A load that failed leaves its blocks undefined, and nothing writes to them any more. Both are misses.
+with staging some whole chunks. A load that failed leaves its blocks undefined, and nothing writes
+to them any more. Both are misses.
 """
 
 import os

@@ -28,7 +28,7 @@ from tests.client.conftest import FINGERPRINT
 from tests.client.double_device import DoubleDevice, DoubleStream, DoubleTensors
 from tests.client.fake_daemon import FakeDaemon
 from tests.layouts import flat_layout
-from tests.waiting import DEADLINE, PATIENCE
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 PAGE, BLOCKS, FACTOR = 65536, 32, 2
 RING_CHUNKS = 2  # of each kind, that fit the staging pages
