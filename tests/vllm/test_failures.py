@@ -253,13 +253,14 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(served: Serve
     def is_preempted() -> bool:  # vLLM counts it with the next token of the request
         return engine.metric("vllm:num_preemptions") > preemptions
 
+    def is_over() -> bool:
+        return is_preempted() or all(request.done() for request in running)
+
     served.freeze_lane()
     for _ in range(ROUNDS):  # requests that the server takes late need no preemption
         running = [engine.submit(prompt, tokens) for prompt in asked]
         served.wait_chunks("writing")
-        eventually(
-            lambda requests=running: is_preempted() or all(request.done() for request in requests)
-        )
+        eventually(is_over)
         if is_preempted():
             break
         check(results(running), expected)
