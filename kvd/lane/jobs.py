@@ -201,8 +201,8 @@ class LaneJob(QueuedJob):
         self._chunks = chunks = blocks.chunks(factor)
         slots = chunks.slots
         self._own_indices = range(len(slots)) if self.load else chunks_of_rank(self.worker, slots)
-        self._own_slots = _select(slots, self._own_indices)
-        self._own_generations = _select(chunks.generations, self._own_indices)
+        self._own_slots = select(slots, self._own_indices)
+        self._own_generations = select(chunks.generations, self._own_indices)
         return chunks
 
     @property
@@ -266,8 +266,8 @@ class LaneJob(QueuedJob):
         lost = set(_not_writable_now(self.binding, self.chunks, indices))
         if lost and len(lost) < len(indices):
             self._own_indices = [i for i in indices if i not in lost]
-            self._own_slots = _select(self.chunks.slots, self._own_indices)
-            self._own_generations = _select(self.chunks.generations, self._own_indices)
+            self._own_slots = select(self.chunks.slots, self._own_indices)
+            self._own_generations = select(self.chunks.generations, self._own_indices)
 
     def check_slots(self) -> JobOutcome | None:
         """Return why the job may not move its chunks now; None if it may.
@@ -382,7 +382,8 @@ def abandoned_chunks(
 ) -> tuple[Chunks, Sequence[int]]:
     """Return the chunks of a refused store, and the indices of those to report as not stored.
 
-    Those are this engine's to write; there are none if slots and generations cannot be paired.
+    Those are this engine's to write, and no store of them was accepted; there are none if slots and
+    generations cannot be paired.
     """
     slots, generations = request.blocks.slots.array(), request.blocks.generations.array()
     zeros = array("H", bytes(2 * len(slots)))
@@ -390,7 +391,11 @@ def abandoned_chunks(
     if len(slots) != len(generations):
         return chunks, ()
     inside = [i for i in chunks_of_rank(worker, slots) if slots[i] < binding.order.num_slots]
-    return chunks, _writable_now(binding, chunks, inside)
+    are_accepted = binding.accepted_stores.are_accepted(
+        select(slots, inside), select(generations, inside)
+    )
+    indices = [i for i, is_accepted in zip(inside, are_accepted, strict=True) if not is_accepted]
+    return chunks, _writable_now(binding, chunks, indices)
 
 
 def chunks_of_rank(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
@@ -404,14 +409,15 @@ def chunks_of_rank(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
-def _select(column: "array[int]", indices: Sequence[int]) -> "array[int]":
+def select(column: "array[int]", indices: Sequence[int]) -> "array[int]":
+    """Return these items of a column, in this order; the column itself if they are all."""
     if len(indices) == len(column):
         return column
     return array(column.typecode, [column[i] for i in indices])
 
 
 def _not_writable_now(binding: Binding, chunks: Chunks, indices: Sequence[int]) -> list[int]:
-    heads = binding.directory.heads(_select(chunks.slots, indices))
+    heads = binding.directory.heads(select(chunks.slots, indices))
     return not_writable(heads, binding.order.owner, chunks, indices)
 
 

@@ -15,7 +15,7 @@ from kvd.errors import ImportFailed, LaneError, Refusal
 from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, abandoned_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reporter
-from kvd.lane.workers import Binding, LaneWorker, WorkerTable, identity_of
+from kvd.lane.workers import LaneWorker, WorkerTable, identity_of
 from kvd.logs import set_level
 from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
@@ -177,7 +177,8 @@ class OrderHandler:
             _log.warning(text, message.session, extra={"session": message.session})
             return
         try:
-            binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
+            bindings = self._workers.bindings
+            binding = bindings.bind(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # The worker stays unbound, so its jobs are refused.
             _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)

@@ -11,7 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.device import NO_RUNS, CompletedTransfer, Device, Direction, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, check_pinned, needs_control_page
+from kvd.lane.jobs import (
+    VOID_TEXT,
+    JobState,
+    LaneJob,
+    check_pinned,
+    chunks_of_rank,
+    needs_control_page,
+    select,
+)
 from kvd.lane.queue import JobQueue, QueueLimits
 from kvd.lane.workers import LaneWorker
 from kvd_proto.errors import JobShapeError
@@ -52,7 +60,8 @@ class Runner:
 
         Raises:
             JobShapeError: its blocks do not fit the worker's layout or arena, a store names a
-                slot twice, or it needs a control page and the worker has none.
+                slot twice or a chunk that has had its store, or it needs a control page and the
+                worker has none.
             LaneError: the lane is stopping, the worker has no binding, or the job's number is in
                 use.
         """
@@ -71,9 +80,13 @@ class Runner:
         load = isinstance(request, Load)
         request.blocks.check(worker.layout, binding.order.num_slots)
         if not load:
-            slots = request.blocks.slots.tolist()
+            slots, generations = request.blocks.slots.array(), request.blocks.generations.array()
             if len(set(slots)) != len(slots):
                 raise JobShapeError("a store names a slot twice")
+            own_indices = chunks_of_rank(worker, slots)
+            binding.accepted_stores.accept(
+                select(slots, own_indices), select(generations, own_indices)
+            )
         job = LaneJob(
             engine=binding.order.owner,
             worker=worker,

@@ -2,6 +2,13 @@
 
 A worker is imported (its memory and control page are mapped), then bound (its chunks get an arena
 of the pool and a directory), perhaps unbound and bound again, and released.
+
+READY means that nothing writes. Three rules make it so, in whatever order jobs run and end:
+
+1. The directory gives each generation of a slot to one engine, which alone may write it
+   (`LaneJob.check_slots`).
+2. `AcceptedStores`: a lane accepts one store of each generation of a slot, ever.
+3. A lane reports a share when that store has ended, so it has no other writer, now or later.
 """
 
 import mmap
@@ -9,6 +16,10 @@ import os
 import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
 
 from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
@@ -17,7 +28,7 @@ from kvd.machine.process import sealed_size
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
 from kvd_proto.directory import DirectoryView
-from kvd_proto.errors import DirectoryError
+from kvd_proto.errors import DirectoryError, JobShapeError
 from kvd_proto.expand import Expander
 from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.layout import RankLayout
@@ -41,22 +52,76 @@ def map_control_page(fd: int) -> ControlWords:
         raise ImportFailed(f"the control page cannot be mapped: {error}") from error
 
 
+class AcceptedStores:
+    """The stores of one engine that a lane has accepted, in one arena.
+
+    A lane accepts one store of each generation of a slot. Another one is refused while the first is
+    queued, while it copies, and after its end, of whatever worker and connection. So a slot never
+    has two writers, and none after its share is reported.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._newest = np.zeros(num_slots, np.uint64)  # generation, by slot
+
+    def accept(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Accept a store of these slots' generations, [n] each; no slot twice.
+
+        Raises:
+            JobShapeError: a store of one of them, or of a newer generation of its slot, was
+                accepted before. Then none is accepted.
+        """
+        repeated = np.flatnonzero(self._are_accepted(slots, generations))
+        if len(repeated):
+            slot, generation = slots[repeated[0]], generations[repeated[0]]
+            raise JobShapeError(
+                f"slot {slot} generation {generation} has had its store"
+                f" ({len(repeated)} of {len(slots)} chunks): each chunk is stored by one job; offer"
+                " its key again to get a new generation"
+            )
+        self._newest[np.asarray(slots)] = generations
+
+    def are_accepted(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return for each slot whether a store of this or a newer generation was accepted."""
+        return list(map(bool, self._are_accepted(slots, generations)))
+
+    def _are_accepted(
+        self, slots: Sequence[int], generations: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        return self._newest[np.asarray(slots, np.intp)] >= np.asarray(generations, np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a worker's chunks lie: an arena of slots in the pool, and a directory."""
+    """Where a worker's chunks lie: an arena of slots in the pool, and a directory.
+
+    Bindings of one engine to the same arena share `accepted_stores`.
+    """
 
     order: BindWorker
     slot_bytes: int
     directory: DirectoryView
+    accepted_stores: AcceptedStores
 
-    @classmethod
-    def of(
-        cls,
+
+class Bindings:
+    """Makes bindings, and remembers the accepted stores of those in use.
+
+    Once an engine's last binding to an arena is gone, its stores may be forgotten: the broker has
+    given up its writes, so their generations are not WRITING any more.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: WeakValueDictionary[tuple[int, int, int, int], AcceptedStores] = (
+            WeakValueDictionary()
+        )
+
+    def bind(
+        self,
         order: BindWorker,
         descriptors: Sequence[int],
         layout: RankLayout,
         pool_bytes: int,
-    ) -> "Binding":
+    ) -> Binding:
         """Map the directory, and check that the arena lies inside the pool.
 
         Raises:
@@ -71,15 +136,19 @@ class Binding:
         if len(descriptors) != 1:
             raise LaneError(f"one directory is needed, {len(descriptors)} descriptors came")
         try:
-            size = os.fstat(descriptors[0]).st_size
-            view = DirectoryView(mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ))
+            stat = os.fstat(descriptors[0])
+            view = DirectoryView(mmap.mmap(descriptors[0], stat.st_size, prot=mmap.PROT_READ))
         except (OSError, ValueError, DirectoryError) as error:
             raise LaneError(f"the directory cannot be used: {error}") from error
         if view.num_slots < order.num_slots:
             raise LaneError(
                 f"a directory of {view.num_slots} slots for an arena of {order.num_slots}"
             )
-        return cls(order, layout.slot_bytes, view)
+        # While the directory is mapped, no other file has its device and inode.
+        key = stat.st_dev, stat.st_ino, order.owner, order.arena_base
+        accepted_stores = self._accepted.get(key) or AcceptedStores(order.num_slots)
+        self._accepted[key] = accepted_stores
+        return Binding(order, layout.slot_bytes, view, accepted_stores)
 
 
 @dataclass(eq=False, slots=True)
@@ -135,9 +204,10 @@ def _user(uid: int) -> str:
 
 
 class WorkerTable:
-    """The imported workers, by session and by token."""
+    """The imported workers, by session and by token; `bindings` makes those of all."""
 
     def __init__(self, device: Device) -> None:
+        self.bindings = Bindings()
         self._device = device
         self._workers_by_session: dict[int, LaneWorker] = {}
         self._workers_by_token: dict[bytes, LaneWorker] = {}

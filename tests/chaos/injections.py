@@ -28,8 +28,8 @@ JUMPS = (-20 * YEAR, -86_400, -30, -1, 1, 30, 86_400, 20 * YEAR, 79 * YEAR, 100 
 """Seconds; 32 bits hold 80 years from now."""
 CHANGES: tuple[Config, ...] = (
     {},
-    {"cpu-bytes": "3MiB"},
-    {"cpu-bytes": "8MiB", "policy": "lru"},
+    {"cpu-bytes": "4MiB"},
+    {"cpu-bytes": "16MiB", "policy": "lru"},
     {"policy": "lru"},
     {"keep-pool": "no"},
     {"lease-seconds": "1", "ticket-seconds": "0.5"},
@@ -37,8 +37,8 @@ CHANGES: tuple[Config, ...] = (
     {"max-queued-bytes": "128KiB"},
     {"reuse-threshold": "2"},
     {"max-leases": "3"},
-    {"max-sessions": "12"},
-    {"max-namespaces": "2"},
+    {"max-sessions": "14"},
+    {"max-namespaces": "3"},
     {"log-level": "debug", "log-format": "json"},
     {"share-between-users": "no"},
 )

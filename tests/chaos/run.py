@@ -102,6 +102,7 @@ def soak(seconds: float, seed: int, only: str = "") -> Report:
             "stores": world.total(Count.STORES),
             "loads": world.total(Count.LOADS),
             "failed_jobs": world.total(Count.MISSES),
+            "repeated_stores": world.total(Count.REPEATED),
             "calls": world.total(Count.CALLS),
             "daemons": world.daemon.starts,
             "clients": sum(client.starts for client in world.clients.values()),

@@ -38,6 +38,7 @@ class Count(IntEnum):
     ATTACHED = 8  # not 0: its engine is complete, as far as it knows
     PIN = 9  # not 0: pin all that can be pinned, and hold it (2: forget it); by the harness
     LOANS = 10  # slots that a scheduler at rest has at hand
+    REPEATED = 11  # stores of a chunk that has had its store, which are refused
 
 
 class Phase(IntEnum):
@@ -102,6 +103,9 @@ SPECS = {
     )
 }
 """By name. The first two share their chunks; the third has chunks of another size."""
+
+HOSTILE = "hostile"
+"""Name and model of the engine that stores each chunk more than once (`tests.chaos.hostile`)."""
 
 
 # ----------------------------------------------------------------------- orders

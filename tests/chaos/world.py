@@ -18,7 +18,7 @@ import psutil
 from kvd.errors import NotRunning
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Status, StatusReport
-from tests.chaos.shared import SPECS, Count, Spec, counts, phase_word, words
+from tests.chaos.shared import HOSTILE, SPECS, Count, counts, phase_word, words
 from tests.fakecuda.build import NoCompiler, compiler
 from tests.processes import children_running
 
@@ -29,7 +29,7 @@ ASK_SECONDS = 30.0
 
 Config = dict[str, str]
 USUAL: Config = {
-    "cpu-bytes": "4MiB",
+    "cpu-bytes": "12MiB",
     "policy": "adaptive",
     "keep-pool": "yes",
     "lease-seconds": "2",
@@ -93,14 +93,15 @@ class Process:
 
 
 class Client(Process):
-    """A scheduler, whose rank is None, or a rank."""
+    """A scheduler, whose rank is None, a rank, or the hostile engine as a whole."""
 
-    def __init__(self, folder: Path, spec: Spec, rank: int | None, seed: int) -> None:
-        self.name = spec.name if rank is None else f"{spec.name}-{rank}"
+    def __init__(self, folder: Path, engine: str, rank: int | None, seed: int) -> None:
+        self.name = engine if rank is None else f"{engine}-{rank}"
         super().__init__(folder / f"{self.name}.log")
         self.rank = rank
         self.counters = counts(folder, self.name)
-        self._arguments = [str(folder), str(folder / "run"), spec.name]
+        self._module = f"tests.chaos.{HOSTILE if engine == HOSTILE else 'client_process'}"
+        self._arguments = [str(folder), str(folder / "run"), engine]
         self._seed = seed
 
     def start(self) -> None:
@@ -108,7 +109,7 @@ class Client(Process):
         self.counters[Count.ATTACHED] = self.counters[Count.RESTS] = 0
         rank = [] if self.rank is None else [str(self.rank)]
         seed = str(self._seed + self.starts + 1)
-        self.launch("tests.chaos.client_process", *self._arguments, seed, *rank)
+        self.launch(self._module, *self._arguments, seed, *rank)
 
 
 class Daemon(Process):
@@ -186,7 +187,7 @@ class Daemon(Process):
         return [lane.pid for lane in lanes]
 
 
-POOL_DIR_BYTES = 24 * 2**20  # room for the largest pool of a run, its ledgers, and little more
+POOL_DIR_BYTES = 56 * 2**20  # room for the largest pool of a run, its ledgers, and little more
 SOURCE = Path(__file__).with_name("clock.c")
 FLAGS = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 
@@ -228,10 +229,11 @@ class World:
         self.now_doing = "at the start"
         self.clients: dict[str, Client] = {}
         self._frozen: dict[int, float] = {}  # by pid, since when
-        for number, spec in enumerate(SPECS.values()):
-            for rank in (None, *range(spec.ranks)):
+        engines = {spec.name: spec.ranks for spec in SPECS.values()} | {HOSTILE: 0}
+        for number, (engine, ranks) in enumerate(engines.items()):
+            for rank in (None, *range(ranks)):
                 own = seed * 1_000_003 + number * 10_007 + (rank or 0) * 101
-                client = Client(folder, spec, rank, own & 0x7FFFFFFF)
+                client = Client(folder, engine, rank, own & 0x7FFFFFFF)
                 self.clients[client.name] = client
 
     def violated(self, text: str) -> None:

@@ -229,7 +229,9 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     rig.driver.wait_for("@hang", 1, rig.mark)
     runner = Runner(rig.device)
     for number, status in enumerate((JobStatus.STALE, JobStatus.OK)):
-        runner.submit(worker, make_job(Store, number, [1], [1]), request_id=1)
+        directory.set([1], SlotState.WRITING, generation=1 + number)
+        job = make_job(Store, number, [1], [1], generation=1 + number)
+        runner.submit(worker, job, request_id=1)
         while not (ended := runner.take_ended()):
             runner.run_once()
         assert ended[0].outcome[0] is status, ended

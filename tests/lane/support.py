@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.lane.queue import QueueLimits
-from kvd.lane.workers import Binding, LaneWorker, WorkerTable
+from kvd.lane.workers import LaneWorker, WorkerTable
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -231,13 +231,16 @@ def bound_worker(
     directory_fd: int,
     *,
     owner: int = 7,
+    session: int | None = None,
     num_slots: int = SLOTS,
     handles: Sequence[Handle] = (),
 ) -> LaneWorker:
-    """A worker with this memory, bound to a directory; its engine has the session's number."""
-    worker = workers.import_worker(import_message(layout, handles, session=owner), fds)
-    bind = bind_message(owner, num_slots, owner=owner)
-    worker.binding = Binding.of(bind, [directory_fd], layout, layout.slot_bytes * num_slots)
+    """A worker with this memory, bound to a directory; its session has the owner's number."""
+    session = owner if session is None else session
+    worker = workers.import_worker(import_message(layout, handles, session=session), fds)
+    bind = bind_message(session, num_slots, owner=owner)
+    pool_bytes = layout.slot_bytes * num_slots
+    worker.binding = workers.bindings.bind(bind, [directory_fd], layout, pool_bytes)
     return worker
 
 

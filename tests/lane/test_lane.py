@@ -104,7 +104,7 @@ def test_a_store_leaves_out_the_chunks_whose_loans_ended(lane: Lane, directory: 
     slot = lane.pool.bytes[size // 2 :][6 * size : 7 * size]
     np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
     slot[:] = 0xAB
-    assert worker.run(Store, 2, blocks[:6], [3, 4, 5], generation=2) is JobStatus.STALE
+    assert worker.run(Store, 2, blocks[:6], [3, 4, 5], generation=3) is JobStatus.STALE
     assert lane.heard(ShareDone) == []
     assert (lane.pool.bytes == 0xAB).all()
 

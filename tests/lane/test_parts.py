@@ -16,7 +16,7 @@ from kvd.lane import jobs, reports
 from kvd.lane.cuda.copies import PoolSide, prepare
 from kvd.lane.device import PreparedRuns
 from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits, Urgency
-from kvd.lane.workers import Binding
+from kvd.lane.workers import Binding, Bindings
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.expand import Expander
@@ -236,7 +236,7 @@ def table() -> Iterator[Directory]:
 def binding(table: Directory) -> Binding:
     """Engine 7's binding to it."""
     size = LAYOUT.slot_bytes * SLOTS
-    return Binding.of(bind_message(1), [table.memory.fd], LAYOUT, size)
+    return Bindings().bind(bind_message(1), [table.memory.fd], LAYOUT, size)
 
 
 @given(

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 from kvd.errors import LaneError
 from kvd.lane.device import CompletedTransfer, Direction, Transfer
 from kvd.lane.host_device import HostDevice, HostRuns
-from kvd.lane.orders import OrderHandler
+from kvd.lane.orders import OrderHandler, RequestHandler
 from kvd.lane.queue import QueueLimits
 from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, LaneWorker, WorkerTable
-from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd.lane.workers import Bindings, LaneWorker, WorkerTable
+from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked, ShareDone
+from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
 from kvd_proto.expand import Expander
@@ -34,6 +35,7 @@ from tests.lane.support import (
     EPOCH,
     NAMESPACE,
     SLOTS,
+    TIMELINE,
     Directory,
     FakeWorker,
     Memory,
@@ -94,12 +96,14 @@ class Bench:
         self.sources: list[FakeWorker] = []
         self.workers = WorkerTable(self.device)
 
-    def worker(self, owner: int = 7) -> LaneWorker:
-        """A bound worker."""
+    def worker(self, owner: int = 7, session: int | None = None) -> LaneWorker:
+        """A bound worker; its session has the owner's number if nothing else is said."""
         source = FakeWorker(self.layout, session=owner)
         self.sources.append(source)
         directory = self.directory.memory.fd
-        return bound_worker(self.workers, self.layout, source.fds, directory, owner=owner)
+        return bound_worker(
+            self.workers, self.layout, source.fds, directory, owner=owner, session=session
+        )
 
     def submit(self, worker: LaneWorker, job: Job) -> None:
         """Hand a job in."""
@@ -216,7 +220,7 @@ def test_an_arena_outside_the_pool_is_refused(bench: Bench) -> None:
     """A worker is not bound to bytes that the pool does not have, by as little as one."""
     bind, fds = bind_message(1), [bench.directory.memory.fd]
     with pytest.raises(LaneError, match="does not lie inside the pool"):
-        Binding.of(bind, fds, bench.layout, bench.layout.slot_bytes * SLOTS - 1)
+        Bindings().bind(bind, fds, bench.layout, bench.layout.slot_bytes * SLOTS - 1)
 
 
 def test_a_block_behind_its_storage_is_refused(bench: Bench) -> None:
@@ -262,6 +266,8 @@ class RunnerMachine(RuleBasedStateMachine):
         self.taken_back: set[int] = set()  # stores whose words have moved on
         self.number = 0
         self.generation = 1  # of the loads' slots
+        self.stored = 1  # generation of the stores' slots
+        self.accepted = [0, 0]  # how many of them have had a store, by worker
 
     @rule(
         which=st.integers(0, 1),
@@ -270,14 +276,34 @@ class RunnerMachine(RuleBasedStateMachine):
         after=st.sampled_from([0, 0, 0, 1, 2]),
     )
     def submit(self, which: int, load: bool, size: int, after: int) -> None:
-        """A job of up to three pieces; stores of the second engine are stale."""
+        """A job of up to three pieces; stores of the second engine are stale.
+
+        While a store is open, the engine's next one of the same chunks is refused.
+        """
         self.number += 1
         first = 0 if load else 6
         blocks, slots = list(range(1, size + 1)), list(range(first, first + size))
         if load:
             job = make_job(Load, self.number, blocks, slots, after=after)
         else:
-            job = make_job(Store, self.number, blocks, slots, after=after, word=self.number)
+            if not any(isinstance(job.request, Store) for job in self.bench.runner):
+                self.stored += 1
+                self.bench.directory.set(range(6, 9), SlotState.WRITING, generation=self.stored)
+                self.accepted = [0, 0]
+            job = make_job(
+                Store,
+                self.number,
+                blocks,
+                slots,
+                after=after,
+                word=self.number,
+                generation=self.stored,
+            )
+            if size and self.accepted[which]:
+                with pytest.raises(JobShapeError, match="has had its store"):
+                    self.bench.submit(self.pair[which], job)
+                return
+            self.accepted[which] += size
         self.bench.submit(self.pair[which], job)
         self.open.add(self.number)
 
@@ -353,6 +379,52 @@ TestRunnerMachine = RunnerMachine.TestCase
 TestRunnerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.parametrize("when", ["queued", "copying", "cancelled", "ended"])
+def test_a_chunk_is_stored_by_one_job(bench: Bench, when: str) -> None:
+    """A second store of a slot's generation is refused at once, also by another session.
+
+    Neither the first store nor a store of the slot's next generation suffers from it.
+    """
+    worker = bench.worker()
+    bench.submit(worker, make_job(Store, 1, [1, 2, 3], [3, 4, 5], after=1))
+    if when != "queued":
+        bench.sources[0].words[TIMELINE] = 1
+        bench.runner.run_once()
+        assert bench.device.in_flight
+    if when == "cancelled":
+        (job,) = bench.runner.find_jobs(worker, [1])
+        bench.runner.stop(job, JobStatus.CANCELLED, "")
+    if when == "ended":
+        bench.run()
+    for other in (worker, bench.worker(session=9)):
+        with pytest.raises(JobShapeError, match="slot 5 generation 1 has had its store"):
+            bench.submit(other, make_job(Store, 2, [4, 5], [5, 6]))
+        bench.submit(other, make_job(Store, 3, [4], [7 if other is worker else 8]))
+    bench.sources[0].words[TIMELINE] = 1
+    bench.run()
+    status = JobStatus.CANCELLED if when == "cancelled" else JobStatus.OK
+    assert sorted(bench.ended()) == [(1, status), (3, JobStatus.OK), (3, JobStatus.OK)]
+    bench.directory.set([5], SlotState.WRITING, generation=2)
+    bench.submit(worker, make_job(Store, 4, [4], [5], generation=2))
+    bench.run()
+    assert bench.ended() == [(4, JobStatus.OK)]
+
+
+def test_what_a_refused_store_leaves_out_is_reported(bench: Bench) -> None:
+    """Of a store that repeats a chunk, the other chunks are given up, and that one is not."""
+    _, reports, sent = orders_on(bench)
+    worker = bench.worker()
+    requests = RequestHandler(reports, bench.workers)
+    worker.client = mock.Mock(owner=worker)
+    for number, slots in enumerate(([3, 4], [4, 5])):
+        job = make_job(Store, number, [1, 2], slots)
+        requests.serve((worker.client, WIRE.encode(job, 1), ()))
+    reports.send_shares()
+    (share,) = sent
+    assert isinstance(share, ShareDone)
+    assert (share.ok, share.slots.tolist()) == (False, [5])
+
+
 NAMING = [
     make_job(Load, 1, [1], [9], after=1),
     make_job(Load, 1, [1], [9], progress=1),
@@ -387,7 +459,7 @@ def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, list[Message]]:
         take_descriptors=tuple,
         more=False,
     )
-    server: Any = SimpleNamespace(limits={})
+    server: Any = SimpleNamespace(limits={}, send=lambda *_: True)
     reports = Reporter(server, link, bench.runner)
     return OrderHandler(reports, bench.workers, bench.device, pool_bytes=1), reports, sent
 
