@@ -86,6 +86,7 @@ class Hostile:
     def _attack(self, worker: Worker) -> None:
         """Store new chunks several times, wait for any of the stores, and drop all chunks."""
         keys = [os.urandom(16) for _ in range(self.random.randint(1, 400))]
+        self.scheduler.reserve(len(keys), 0.2)
         ticket = self.scheduler.prepare_store(keys)
         self.scheduler.end_step()
         if not ticket.keys:
@@ -108,11 +109,15 @@ class Hostile:
         self.counters[Count.REPEATED] += sum("has had its store" in r.text for r in results)
 
     def _store(self, worker: Worker, ticket: StoreTicket, blocks: list[int]) -> int:
-        job, num_chunks = next(self.jobs), len(ticket.keys)
-        block_ids = np.tile(np.array(blocks), num_chunks)
-        arrays = JobBlocks.of(block_ids, [len(block_ids)], [0], ticket.slots, ticket.generations)
-        worker.submit(Store, job, arrays)
+        job = next(self.jobs)
+        worker.submit(Store, job, repeated_job(ticket, blocks))
         return job
+
+
+def repeated_job(ticket: StoreTicket, blocks: list[int]) -> JobBlocks:
+    """Return the job that stores the same blocks in each chunk of a ticket."""
+    block_ids = np.tile(np.array(blocks), len(ticket.keys))
+    return JobBlocks.of(block_ids, [len(block_ids)], [0], ticket.slots, ticket.generations)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd.wire.listener import MAX_STUCK, closes_at_once
+from kvd_client import Store
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE
@@ -28,6 +29,7 @@ from kvd_proto.messages import (
     Welcome,
 )
 from kvd_proto.zmtp import frame_header
+from tests.chaos.hostile import LAYOUT, LONG, SHORT, repeated_job
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, engine_of, keys_of, make_layout, wait_hit
 from tests.daemon.serving import wait_state
@@ -404,3 +406,29 @@ def test_only_files_of_the_kernel_are_closed_at_once(monkeypatch: pytest.MonkeyP
         assert not any(map(closes_at_once, foreign))
     assert all(map(closes_at_once, harmless))
     close_all([*harmless, *foreign])
+
+
+def test_a_chunk_that_is_stored_twice_costs_others_no_byte(start_daemon: StartDaemon) -> None:
+    """A worker waits for the short one of two stores, its slots are freed, another model's follow.
+
+    The long store, which would still write, is the only one that the lane accepts; the chunks are
+    not READY before it has ended.
+    """
+    daemon = start_daemon(cpu_bytes="16MiB")
+    with (
+        engine_of(daemon, "honest", model="honest") as honest,
+        engine_of(daemon, "hostile", model="hostile", layout=LAYOUT) as hostile,
+    ):
+        worker, keys = hostile.workers[0], keys_of("honest", 300)
+        ticket = hostile.begin(keys_of("hostile", 1000))
+        for number, blocks in enumerate((LONG, SHORT)):
+            worker.submit(Store, number, repeated_job(ticket, blocks))
+        hostile.scheduler.end_step()
+        assert not worker.wait([1], PATIENCE)
+        hostile.scheduler.reset()
+        honest.store(keys)
+        assert not worker.wait([0], PATIENCE)
+        wait_hit(honest, keys)
+        assert honest.load(keys) == (300, 0)
+        results = {result.job_id: result for result in worker.get_finished()}
+        assert "has had its store" in results[1].text
