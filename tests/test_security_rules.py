@@ -52,6 +52,8 @@ share_between_users = "no" separates users: test_users_that_do_not_share_miss_ea
 a worker sends no jobs as another: test_malformed_and_foreign_requests_get_their_error
     test_a_released_worker_is_unmapped_and_unknown
 a forged job moves nothing: test_a_forged_job_moves_nothing
+a chunk that is READY has no writer: test_a_chunk_is_stored_by_one_job
+    test_a_chunk_that_is_stored_twice_costs_others_no_byte
 leases and stores belong to an engine: test_leases_and_stores_of_another_engine_cannot_be_ended
 blocks, sizes and slots are in range: test_a_job_that_does_not_fit_the_layout_is_refused
     test_a_run_outside_its_storage_or_the_arena_is_refused

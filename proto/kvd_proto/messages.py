@@ -77,7 +77,7 @@ class JobStatus(StrEnum):
     STALE = "stale"  # a slot does not hold, or no longer holds, the job's chunk with its blocks
     VOID = "void"  # the worker voided the store by its epoch word
     TIMEOUT = "timeout"  # not completed within its deadline_ms
-    REFUSED = "refused"  # invalid arrays, a job number in use, or no engine attached
+    REFUSED = "refused"  # invalid arrays, a repeated store or job number, no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
 
@@ -419,6 +419,9 @@ class Job(Message, frozen=True):
 
 class Store(Job, frozen=True):
     """Copy the worker's blocks into the pool. Answered by Done.
+
+    A chunk, that is a slot with a generation, is stored by one job of each rank: a lane refuses a
+    second one, also after the first has ended. To store it again, offer its key again.
 
     word: the store's epoch word in the control page; 0: none, it cannot be voided.
     epoch: the word's value when the store was sent; the store is void once it differs.
