@@ -14,12 +14,12 @@ READY means that nothing writes. Three rules make it so, in whatever order jobs 
 import mmap
 import os
 import pwd
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
@@ -63,31 +63,27 @@ class AcceptedStores:
     def __init__(self, num_slots: int) -> None:
         self._newest = np.zeros(num_slots, np.uint64)  # generation, by slot
 
-    def accept(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Accept a store of these slots' generations, [n] each; no slot twice.
+    def accept(self, slots: "array[int]", generations: "array[int]") -> None:
+        """Accept a store of these slots' generations, u32[n] and u64[n]; no slot twice.
 
         Raises:
             JobShapeError: a store of one of them, or of a newer generation of its slot, was
                 accepted before. Then none is accepted.
         """
-        repeated = np.flatnonzero(self._are_accepted(slots, generations))
-        if len(repeated):
-            slot, generation = slots[repeated[0]], generations[repeated[0]]
+        are_accepted = self.are_accepted(slots, generations)
+        if 1 in are_accepted:
+            first = are_accepted.index(1)
             raise JobShapeError(
-                f"slot {slot} generation {generation} has had its store"
-                f" ({len(repeated)} of {len(slots)} chunks): each chunk is stored by one job; offer"
-                " its key again to get a new generation"
+                f"slot {slots[first]} generation {generations[first]} has had its store"
+                f" ({sum(are_accepted)} of {len(slots)} chunks): each chunk is stored by one job;"
+                " offer its key again to get a new generation"
             )
-        self._newest[np.asarray(slots)] = generations
+        self._newest[np.frombuffer(slots, np.uint32)] = np.frombuffer(generations, np.uint64)
 
-    def are_accepted(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether a store of this or a newer generation was accepted."""
-        return list(map(bool, self._are_accepted(slots, generations)))
-
-    def _are_accepted(
-        self, slots: Sequence[int], generations: Sequence[int]
-    ) -> npt.NDArray[np.bool_]:
-        return self._newest[np.asarray(slots, np.intp)] >= np.asarray(generations, np.uint64)
+    def are_accepted(self, slots: "array[int]", generations: "array[int]") -> bytes:
+        """Return 1 for each slot of which a store of this or a newer generation was accepted."""
+        newest = self._newest[np.frombuffer(slots, np.uint32)]
+        return (newest >= np.frombuffer(generations, np.uint64)).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
