@@ -105,7 +105,9 @@ class Questions:
 
     def due(self) -> float:
         """Return when the next question may be put, in monotonic seconds; infinity: none waits."""
-        return min((self._next_at.get(topic, 0.0) for topic in self._waiting), default=math.inf)
+        if not self._waiting:
+            return math.inf
+        return min(self._next_at.get(topic, 0.0) for topic in self._waiting)
 
     def take_due(self, now: float) -> list[tuple[Session, int, Message, int]]:
         """Return the questions to put now.
@@ -113,6 +115,8 @@ class Questions:
         Each with one of the sessions that ask it, a request id, and the number of these sessions.
         Peers that have gone ask no more.
         """
+        if not self._waiting:
+            return []
         while self._next_at and next(iter(self._next_at.values())) <= now:
             del self._next_at[next(iter(self._next_at))]
         due = []
@@ -211,8 +215,8 @@ class SessionServer:
         for session, request_id, question, num_askers in self._questions.take_due(now):
             self._core.state.counts.requests[type(question).__name__] += num_askers - 1
             self._execute(self._decide(session, request_id, question, now))
-        for _ in range(min(len(self._answers), _MAX_ANSWERS_PER_TURN)):
-            self._send_answer(*self._answers.popleft())
+        if self._answers:
+            self._send_answers()
         self._end_sessions()
         self.report_drops()
 
@@ -364,12 +368,13 @@ class SessionServer:
         ):
             self._num_dropped_replies += 1
 
-    def _send_answer(self, asker: _Asker, frame: bytes) -> None:
-        """Send the answer to a question, and read the session again."""
-        connection, request_id = asker
-        if not self._server.send(connection.client, with_request_id(frame, request_id)):
-            self._num_dropped_replies += 1
-        self._server.resume(connection.client)
+    def _send_answers(self) -> None:
+        """Send answers to questions, at most `_MAX_ANSWERS_PER_TURN`; read these sessions again."""
+        for _ in range(min(len(self._answers), _MAX_ANSWERS_PER_TURN)):
+            (connection, request_id), frame = self._answers.popleft()
+            if not self._server.send(connection.client, with_request_id(frame, request_id)):
+                self._num_dropped_replies += 1
+            self._server.resume(connection.client)
 
     def notify(self, number: int, notice: Message, fds: Sequence[int]) -> None:
         """Send a notice to a session; disconnect a peer that does not read its notices."""
