@@ -46,6 +46,8 @@ names carry no escapes: test_a_name_that_cannot_be_shown_is_refused
     test_no_command_writes_a_names_escapes_to_the_terminal
 keys are written nowhere: test_keys_and_tokens_are_nowhere_to_be_read
     test_damaged_objects_are_told_of_without_their_keys test_a_fault_of_a_backend_shows_no_key
+    test_an_error_repeats_nothing_that_the_sender_chose
+    test_a_frame_without_a_header_is_not_repeated
 an engine's name belongs to its user: test_an_engine_of_another_user_cannot_be_joined
 
 share_between_users = "no" separates users: test_users_that_do_not_share_miss_each_others_chunks
@@ -108,6 +110,10 @@ descriptors of a message: test_descriptors_with_another_message_end_that_session
     test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only
 unfinished messages, unread replies: test_unfinished_messages_of_all_together_are_bounded
     test_a_client_that_reads_no_replies_is_not_read
+    test_a_crowd_of_small_messages_does_not_displace_a_large_one
+descriptors of a user's unfinished messages:
+    test_descriptors_of_unfinished_messages_are_bounded_by_user
+    test_the_bytes_of_a_message_with_descriptors_cost_as_much_as_others
 connections to a lane: test_a_new_connection_displaces_the_oldest_stranger
     test_many_connections_of_a_process_displace_its_own
 registrations: test_a_layout_is_bounded
@@ -120,7 +126,13 @@ evictions under way: test_too_many_sweeps_at_a_time_are_refused
 repeated log lines: test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted
 a turn of the broker: test_a_client_that_sends_much_waits_for_one_that_sends_little
     test_a_ping_is_answered_while_a_long_job_runs test_engines_take_turns_piece_by_piece
+    test_a_turn_ends_when_its_time_is_up
     test_a_reset_is_answered_at_once_and_swept_in_pieces
+questions: test_a_crowd_that_asks_all_the_time_gets_one_report_at_a_time
+    test_a_report_shows_what_was_changed_before_it_was_asked_for
+    test_of_a_peer_that_has_gone_only_what_changes_state_is_served
+    test_questions_of_peers_that_have_gone_are_not_answered
+metrics over HTTP: test_scrapes_in_quick_succession_share_their_metrics
 """
 )
 

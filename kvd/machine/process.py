@@ -60,9 +60,11 @@ def free_descriptors() -> int:
     """Return how many more files this process may open; 0 if that cannot be counted."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        return limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # no paths are needed
-    except OSError:  # counting needs a descriptor
+        # Linux 6.2 and later give the number as size; a list takes a microsecond for each.
+        count = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # noqa: PTH116, PTH208  # no paths are needed
+    except OSError:  # a list needs a descriptor
         return 0
+    return limit - count
 
 
 def mode_problem(path: Path, mode: int) -> str:

@@ -350,8 +350,8 @@ class BrokerCounts(Counts):
         "Requests and connections refused or ended because a limit was reached, by limit: the"
         " settings `max_sessions`, `max_sessions_per_user`, `max_namespaces`, `max_leases`;"
         " `cuda_lanes`, `sweeps` (evictions under way); and connections that were closed:"
-        " `message_bytes` (above 16 MiB), `message_parts`, `kept_bytes` (the most kept when all"
-        " together were above 256 MiB), `connections` (too many), `open_files`",
+        " `message_bytes` (above 16 MiB), `message_parts`, `kept_bytes` (all together"
+        " kept more than 256 MiB), `connections` (too many), `open_files`",
         "kvd_limits_reached_total",
         "limit",
         keys=LIMITS,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import socket
 import time
 from collections import defaultdict
@@ -45,7 +46,13 @@ ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0
 LONGEST_ANSWER_SECONDS = 30.0
 PERIOD_SECONDS = 1.0
+SHARED_SECONDS = 0.1
 MAX_WATCHERS = 32
+_METRICS_TYPES = (
+    "text/plain; version=0.0.4;",
+    "text/plain; version=1.0.0;",
+    "application/openmetrics-text; version=1.0.0;",
+)
 _PAGE = Path(__file__).with_name("page")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -180,6 +187,8 @@ class App:
         self._broker = broker
         self._samples = Samples()
         self._watchers = 0
+        # Metrics by content type, each with when they were made.
+        self._metrics: dict[str, tuple[float, bytes]] = {}
         routes = [
             Route("/livez", self.probe),
             Route("/healthz", self.probe),
@@ -244,14 +253,22 @@ class App:
             return _json({"error": str(error), "since": self._broker.silent_since}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics for Prometheus; if the broker is silent, only the HTTP process's."""
+        """Return the metrics for Prometheus; if the broker is silent, only the HTTP process's.
+
+        They are made every `SHARED_SECONDS` at most, and shared.
+        """
+        encoder, kind = choose_encoder(Headers(scope=request.scope).get("accept", ""))
+        if not kind.startswith(_METRICS_TYPES):  # the version is the client's
+            encoder, kind = choose_encoder("")
         report, silent = None, 0.0
         try:
             report = await self._broker.report(SCRAPE_SECONDS)
         except NotRunning:
             silent = time.time() - (self._broker.silent_since or time.time())
-        accept = Headers(scope=request.scope).get("accept", "")
-        body, kind = Exposition(report, silent).encode(accept)
+        made_at, body = self._metrics.get(kind, (-math.inf, b""))
+        if time.monotonic() - made_at >= SHARED_SECONDS:
+            body = encoder(Exposition(report, silent))
+            self._metrics[kind] = time.monotonic(), body
         return Response(body, media_type=None, headers={"content-type": kind})
 
     async def events(self, request: Request) -> Response:
@@ -385,8 +402,3 @@ class Exposition:
         yield from WATCHERS.collect()
         text = "CPU time of the process that answers here."
         yield CounterMetricFamily("kvd_http_cpu_seconds_total", text, time.process_time())
-
-    def encode(self, accept: str) -> tuple[bytes, str]:
-        """Return the text in the format that the client prefers, and its content type."""
-        encoder, kind = choose_encoder(accept)
-        return encoder(self), kind

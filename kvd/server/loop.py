@@ -228,7 +228,8 @@ class BrokerService:
         timeout = POOL_IN_USE_POLL_SECONDS if self._pool_in_use else max(0.0, self._next_tick - now)
         if tiers := self._children.tier_children:
             timeout = min(timeout, self.core.tiering.due(now))
-        if busy or sessions.pending or any(tier.unread for tier in tiers):
+        timeout = min(timeout, max(0.0, sessions.due() - now))
+        if busy or any(tier.unread for tier in tiers):
             timeout = 0.0
         tier_deadline = now + timeout if tiers else math.inf
         self._stall_detector.waits(now, timeout)
@@ -241,7 +242,7 @@ class BrokerService:
         if is_due:
             for lane in list(self._children.lane_children.values()):
                 lane.turn(ready, now)
-        if sessions.pending:
+        if now >= sessions.due():
             sessions.serve(now)
         if is_due:
             self._handle_other_events(ready, now)

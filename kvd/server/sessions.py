@@ -2,7 +2,8 @@
 
 1. accept: the peer becomes a session, or gets an Error notice with the reason.
 2. Its requests are served in order; replies and notices are sent in the order of effects.
-3. The session ends at end of file or when its process exits; requests received before are served.
+3. The session ends at end of file or when its process exits; requests received before are served,
+   but for questions, whose answers nothing would read.
 
 Only Register may carry descriptors. Descriptors with another message, or one that is no memory,
 end the session.
@@ -10,11 +11,15 @@ end the session.
 
 import contextlib
 import logging
+import math
 import os
 import select
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, Reply
@@ -26,13 +31,29 @@ from kvd.server.runtime_dir import AllowList
 from kvd.wire.listener import closes_at_once
 from kvd.wire.server import Client, Server, decode_error_reply
 from kvd_proto.channel import close_all
-from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
+from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header, with_request_id
 from kvd_proto.errors import DecodeError, Oversize
-from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
+from kvd_proto.messages import (
+    TAGS,
+    Check,
+    Error,
+    ErrorCode,
+    Explain,
+    Message,
+    Register,
+    ShowConfig,
+    Status,
+)
 
 log = logging.getLogger("kvd.daemon")
 MAX_CLIENTS = 2**17  # above the limits of the settings, whose refusals name the reason
+TURN_SECONDS = 0.004
 _MAX_REQUESTS_PER_TURN = 64
+_MAX_ANSWERS_PER_TURN = 32  # a report has some 34 KB
+QUESTIONS = (Status, Check, Explain, ShowConfig)
+"""Requests that change nothing; their answers take long, or are long."""
+QUESTION_SECONDS = 0.1
+_FIRST_QUESTION_ID = 2**64  # the request ids of clients have 64 bits
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +75,63 @@ class SessionConnection:
         """Close the descriptors of the registration."""
         close_all(self.fds)
         self.fds.clear()
+
+
+_Topic: TypeAlias = tuple[str, Message]
+"""A question, and the kind of the sessions that ask it: the broker may refuse others."""
+_Asker: TypeAlias = tuple[SessionConnection, int]
+"""A session that waits for an answer, and its request's id."""
+
+
+class Questions:
+    """Questions that wait for their turn or their answer.
+
+    1. A question is put to the broker when `QUESTION_SECONDS` have passed since it was put last.
+    2. The one answer goes to all sessions of a kind that have asked it by then.
+
+    So an answer is made after each request that it answers, and shows what was changed before.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Topic, list[_Asker]] = {}
+        self._next_at: dict[_Topic, float] = {}  # in order of time
+        self._put: dict[int, list[_Asker]] = {}  # by the broker's request id
+        self._next_id = _FIRST_QUESTION_ID
+
+    def add(self, question: Message, connection: SessionConnection, request_id: int) -> None:
+        """Add a session that asks a question."""
+        topic = (connection.session.kind, question)
+        self._waiting.setdefault(topic, []).append((connection, request_id))
+
+    def due(self) -> float:
+        """Return when the next question may be put, in monotonic seconds; infinity: none waits."""
+        if not self._waiting:
+            return math.inf
+        return min(self._next_at.get(topic, 0.0) for topic in self._waiting)
+
+    def take_due(self, now: float) -> list[tuple[Session, int, Message, int]]:
+        """Return the questions to put now.
+
+        Each with one of the sessions that ask it, a request id, and the number of these sessions.
+        Peers that have gone ask no more.
+        """
+        if not self._waiting:
+            return []
+        while self._next_at and next(iter(self._next_at.values())) <= now:
+            del self._next_at[next(iter(self._next_at))]
+        due = []
+        for topic in [topic for topic in self._waiting if topic not in self._next_at]:
+            askers = [asker for asker in self._waiting.pop(topic) if asker[0].client.reads]
+            if askers:
+                self._next_at[topic] = now + QUESTION_SECONDS
+                self._put[self._next_id] = askers
+                due.append((askers[0][0].session, self._next_id, topic[1], len(askers)))
+                self._next_id += 1
+        return due
+
+    def take_askers(self, request_id: int) -> list[_Asker]:
+        """Return the sessions that wait for the answer to a question, and forget them."""
+        return self._put.pop(request_id)
 
 
 class SessionServer:
@@ -94,17 +172,20 @@ class SessionServer:
         self._is_own_process = is_own_process
         self._connections: dict[int, SessionConnection] = {}  # by session number
         self._by_pidfd: dict[int, SessionConnection] = {}
+        self._questions = Questions()
+        self._answers: deque[tuple[_Asker, bytes]] = deque()  # to be sent
         self._num_dropped_frames = 0  # frames that could not be decoded
         self._num_dropped_replies = 0  # replies whose client does not read or has gone
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    @property
-    def pending(self) -> bool:
-        """Whether `serve` has work that the poller does not report."""
+    def due(self) -> float:
+        """Return when `serve` has work that the poller does not report, in monotonic seconds."""
         server = self._server
-        return server.pending or bool(server.accepted) or bool(server.ended)
+        if server.pending or server.accepted or server.ended or self._answers:
+            return 0.0
+        return self._questions.due()
 
     def handle_events(self, ready: dict[int, int]) -> None:
         """Note which sessions are readable; remove the handled descriptors from `ready`."""
@@ -116,14 +197,26 @@ class SessionServer:
             connection.client.channel.detach()  # bytes sent before are still read
 
     def serve(self, now: float) -> None:
-        """Admit peers, serve up to `_MAX_REQUESTS_PER_TURN` requests, end sessions."""
+        """Admit peers, serve requests, put and answer questions, end sessions.
+
+        A turn ends after `_MAX_REQUESTS_PER_TURN` requests, or with the one during which
+        `TURN_SECONDS` have passed.
+        """
         self._admit_accepted()
+        end = time.monotonic() + TURN_SECONDS
         for _ in range(_MAX_REQUESTS_PER_TURN):
             received = self._server.next_message()
             self._end_sessions()  # first: the request may need what an ended session held
             if received is None:
                 break
             self._serve(*received, now)
+            if time.monotonic() >= end:
+                break
+        for session, request_id, question, num_askers in self._questions.take_due(now):
+            self._core.state.counts.requests[type(question).__name__] += num_askers - 1
+            self._execute(self._decide(session, request_id, question, now))
+        if self._answers:
+            self._send_answers()
         self._end_sessions()
         self.report_drops()
 
@@ -217,44 +310,71 @@ class SessionServer:
             self._num_dropped_frames += 1
             _log_undecodable(session, error)
             return
-        self._execute(self._request(session, header, frame, now, len(fds)))
+        if not client.reads and TAGS.get(header.tag) in QUESTIONS:
+            self._num_dropped_replies += 1
+            return
+        self._execute(self._request(connection, header, frame, now, len(fds)))
         if fds and not session.holds_memory:
             connection.drop_fds()
 
     def _request(
-        self, session: Session, header: Header, frame: bytes, now: float, num_fds: int
+        self, connection: SessionConnection, header: Header, frame: bytes, now: float, num_fds: int
     ) -> list[Effect]:
-        """Return the effects of one request."""
+        """Return the effects of one request; have a question wait, and its session not be read."""
+        session, request_id = connection.session, header.request_id
         try:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_undecodable(session, error)
-            return [Reply(session.number, header.request_id, decode_error_reply(error))]
+            return [Reply(session.number, request_id, decode_error_reply(error))]
+        if isinstance(message, QUESTIONS):
+            self._questions.add(message, connection, request_id)
+            self._server.pause(connection.client)
+            return []
+        return self._decide(session, request_id, message, now, num_fds)
+
+    def _decide(
+        self, session: Session, request_id: int, message: Message, now: float, num_fds: int = 0
+    ) -> list[Effect]:
+        """Return the effects of one request by the broker's decisions; a bug there is a reply."""
         try:
-            return self._core.request(session, header.request_id, message, now, num_fds)
+            return self._core.request(session, request_id, message, now, num_fds)
         except Exception:
             name, identity = type(message).__name__, session.identity
             log.exception("%s: %s could not be served", identity, name, extra=identity.fields)
             text = f"{name} hit a bug in kvd; its log has the details"
-            return [Reply(session.number, header.request_id, Error.of(ErrorCode.INTERNAL, text))]
+            return [Reply(session.number, request_id, Error.of(ErrorCode.INTERNAL, text))]
 
     # -------------------------------------------------------------- effects
 
     def reply(self, effect: Reply) -> None:
-        """Send a reply, if the session has not ended."""
+        """Send a reply, if its reader has not gone; `serve` sends the answers to questions."""
+        message = effect.message
+        if effect.request_id >= _FIRST_QUESTION_ID:
+            frame = _encode_reply(message, 0)
+            for asker in self._questions.take_askers(effect.request_id):
+                self._answers.append((asker, frame))
+                if isinstance(message, Error):
+                    self._core.error_sent(message.code)
+            return
         connection = self._connections.get(effect.session)
         if connection is None:
             return
-        message = effect.message
         if isinstance(message, Error):
             self._core.error_sent(message.code)
-        try:
-            frame = WIRE.encode(message, effect.request_id)
-        except Oversize as error:
-            too_large = Error(code=ErrorCode.LIMIT, text=f"the reply is too large: {error}")
-            frame = WIRE.encode(too_large, effect.request_id)
-        if not self._server.send(connection.client, frame):
+        client = connection.client
+        if not client.reads or not self._server.send(
+            client, _encode_reply(message, effect.request_id)
+        ):
             self._num_dropped_replies += 1
+
+    def _send_answers(self) -> None:
+        """Send answers to questions, at most `_MAX_ANSWERS_PER_TURN`; read these sessions again."""
+        for _ in range(min(len(self._answers), _MAX_ANSWERS_PER_TURN)):
+            (connection, request_id), frame = self._answers.popleft()
+            if not self._server.send(connection.client, with_request_id(frame, request_id)):
+                self._num_dropped_replies += 1
+            self._server.resume(connection.client)
 
     def notify(self, number: int, notice: Message, fds: Sequence[int]) -> None:
         """Send a notice to a session; disconnect a peer that does not read its notices."""
@@ -287,6 +407,15 @@ class SessionServer:
             self._close_pidfd(connection)
             connection.drop_fds()
         self._connections.clear()
+
+
+def _encode_reply(message: Message, request_id: int) -> bytes:
+    """Return the frame of a reply, or of an Error if it is too large."""
+    try:
+        return WIRE.encode(message, request_id)
+    except Oversize as error:
+        too_large = Error(code=ErrorCode.LIMIT, text=f"the reply is too large: {error}")
+        return WIRE.encode(too_large, request_id)
 
 
 def _error_notice(refusal: Refusal) -> bytes:

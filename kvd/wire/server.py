@@ -1,27 +1,26 @@
 """The listening end: the clients of one Unix socket, served in turn and within bounds.
 
 - Turns: one message per client and round.
-- Bytes: unfinished messages and unread replies of all clients share one bound. Above it the client
-  with the most bytes is disconnected. A client that does not read its replies is not read.
+- Bytes: unfinished messages and unread replies of all clients share one bound. Above it the largest
+  client is disconnected: of the strangers if they have any, of the process with the most bytes.
+  A client that does not read its replies is not read.
 - Connections: a client is a stranger until `adopt`. Above the bound of strangers, the oldest
   stranger of the process with the most strangers is disconnected.
 - Descriptors: `RESERVED_DESCRIPTORS` stay free; a client that would use them up is disconnected.
+  Unfinished messages of a user hold `MAX_DESCRIPTORS_OF_USER`; above, the user's client that has
+  held some for longest is disconnected.
 """
 
-import array
 import contextlib
 import logging
 import select
 import socket
-import struct
 import time
 from collections import Counter, OrderedDict, deque
-from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
 
-from kvd.client_names import Peer
 from kvd.machine.process import free_descriptors, open_files_remedy
+from kvd.wire.clients import Client, Clients, peer_of
 from kvd.wire.listener import MAX_STUCK, DescriptorCloser, Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
@@ -42,36 +41,11 @@ MAX_STRANGERS_OF_PROCESS = 8
 RESERVED_DESCRIPTORS = 256
 """Kept free for the descriptors of one message: the kernel closes those that exceed the limit in
 this thread, which may block."""
-DESCRIPTOR_SECONDS = 10.0
-"""Time limit for the rest of a message whose descriptors have arrived."""
-_UCRED = struct.Struct("iII")
-_SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
-_GROUPS_BYTES = 1024  # 4 bytes a group; the maximum of Python's getsockopt
+MAX_DESCRIPTORS_OF_USER = 4096
+"""Held by unfinished messages; registrations of 64 ranks with 64 storages each may come at once."""
 
 log = logging.getLogger("kvd.wire")
-
-
-class Client:
-    """One connection.
-
-    Attributes:
-        peer: the process that connected.
-        owner: the owner's object for this client; None for a stranger.
-        closed: the connection has ended; nothing more is sent.
-    """
-
-    __slots__ = ("buffered_bytes", "channel", "closed", "events", "fd", "owner", "peer", "refusal")
-
-    def __init__(self, channel: Channel, peer: Peer) -> None:
-        self.channel = channel
-        self.fd = channel.fileno()
-        self.peer = peer
-        self.owner: Any = None
-        self.refusal = b""  # the only frame to send, after the handshake
-        self.closed = False
-        self.buffered_bytes = 0  # as included in the server's total
-        self.events = select.EPOLLIN  # registered with epoll
-
+__all__ = ["Client", "Received", "Server", "decode_error_reply"]
 
 Received = tuple[Client, bytes, tuple[int, ...]]
 """A message's sender, the message, and its descriptors, which the receiver closes."""
@@ -126,12 +100,8 @@ class Server:
         self._shares_epoll = epoll is not None
         self._closed = False
         self._epoll.register(self._listener, select.EPOLLIN)
-        self._by_fd: dict[int, Client] = {}
-        self._strangers: OrderedDict[int, Client] = OrderedDict()  # by descriptor, oldest first
-        self._num_strangers: Counter[int] = Counter()
+        self._clients = Clients()
         self._readable: OrderedDict[int, Client] = OrderedDict()  # by descriptor, in turn
-        self._descriptor_deadlines: dict[Client, float] = {}  # of unfinished messages
-        self._total_bytes = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
         self.closer = closer or DescriptorCloser()
         self.accepted: deque[Client] = deque()
@@ -151,10 +121,10 @@ class Server:
     @property
     def buffered_bytes(self) -> int:
         """Bytes of unfinished messages and unread replies."""
-        return self._total_bytes
+        return self._clients.total_bytes
 
     def __len__(self) -> int:
-        return len(self._by_fd)
+        return len(self._clients.by_fd)
 
     def handle_events(self, ready: dict[int, int] | None = None) -> None:
         """Accept connections, send pending bytes, and note which clients are readable.
@@ -164,7 +134,7 @@ class Server:
         """
         events_by_fd = self._epoll.poll(0) if ready is None else list(ready.items())
         for fd, events in events_by_fd:
-            client = self._by_fd.get(fd)
+            client = self._clients.by_fd.get(fd)
             if client is None:
                 if fd != self._listener.fileno():
                     continue
@@ -172,12 +142,14 @@ class Server:
             else:
                 if events & select.EPOLLOUT:
                     self._flush(client)
+                if events & select.EPOLLHUP:
+                    client.gone, client.paused = True, False
                 if events & ~select.EPOLLOUT and not client.closed:
                     self._readable[fd] = client
             if ready is not None:
                 del ready[fd]
-        if self._descriptor_deadlines:
-            self._check_descriptors(time.monotonic())
+        for client in self._clients.late():
+            self.disconnect(client, "its descriptors arrived, but not the rest of their message")
 
     def next_message(self) -> Received | None:
         """Read clients in turn until one has a complete message, and return it.
@@ -220,10 +192,22 @@ class Server:
     def adopt(self, client: Client, owner: object) -> None:
         """Set a client's owner, so that it is no stranger; None makes it a stranger again."""
         if owner is None and client.owner is not None and not client.closed:
-            self._add_stranger(client)
+            self._clients.add_stranger(client)
         elif owner is not None:
-            self._remove_stranger(client)
+            self._clients.remove_stranger(client)
         client.owner = owner
+
+    def pause(self, client: Client) -> None:
+        """Do not read a client until `resume`, or until its peer has gone."""
+        client.paused = not client.gone
+        self._update_events(client)
+
+    def resume(self, client: Client) -> None:
+        """Read a client again. Idempotent."""
+        if client.paused and not client.closed:
+            client.paused = False
+            self._readable[client.fd] = client  # messages may have been read before
+            self._update_events(client)
 
     def send(self, client: Client, frame: bytes, fds: tuple[int, ...] | list[int] = ()) -> bool:
         """Send a message; return False if the client has gone or its queue is full."""
@@ -274,11 +258,8 @@ class Server:
         client.closed = True
         fd = client.fd
         self._epoll.unregister(fd)
-        del self._by_fd[fd]
-        self._remove_stranger(client)
+        self._clients.remove(client)
         self._readable.pop(fd, None)
-        self._descriptor_deadlines.pop(client, None)
-        self._total_bytes -= client.buffered_bytes
         self.closer.close(client.channel.take_descriptors(), client.peer.uid)
         self.closer.close_socket(client.channel.detach(), client.peer.uid)
         self.ended.append(client)
@@ -291,12 +272,12 @@ class Server:
         deadline = time.monotonic() + linger
         self._epoll.unregister(self._listener)
         self._listener.close()  # first: disconnected clients reconnect at once
-        while any(client.channel.wants_write for client in self._by_fd.values()):
+        while any(client.channel.wants_write for client in self._clients.by_fd.values()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break
             for fd, events in self._epoll.poll(remaining):
-                client = self._by_fd.get(fd)
+                client = self._clients.by_fd.get(fd)
                 if client is None:
                     continue
                 if events & select.EPOLLOUT:
@@ -305,7 +286,7 @@ class Server:
                     self.end(client)
                 else:  # requests are no longer read
                     self._epoll.modify(fd, select.EPOLLOUT if client.channel.wants_write else 0)
-        for client in list(self._by_fd.values()):
+        for client in list(self._clients.by_fd.values()):
             self.end(client)
         if not self._shares_epoll:
             self._epoll.close()
@@ -327,13 +308,13 @@ class Server:
             if sock is None:
                 return
             self._add(sock)
-            if len(self._strangers) > self._max_strangers:
+            if len(self._clients.strangers) > self._max_strangers:
                 self._disconnect_stranger("connections", allowance=0)
 
     def _add(self, sock: socket.socket) -> None:
         """Add a new connection; close it at once if limits or descriptors are exhausted."""
         peer = peer_of(sock)
-        if len(self._by_fd) >= self._max_clients:
+        if len(self._clients.by_fd) >= self._max_clients:
             self.limits["connections"] += 1
             self.closer.close_socket(sock, peer.uid)
             return
@@ -346,8 +327,7 @@ class Server:
             scratch=self._scratch,
         )
         client = Client(channel, peer)
-        self._by_fd[client.fd] = client
-        self._add_stranger(client)
+        self._clients.add(client)
         self._epoll.register(client.fd, select.EPOLLIN)
         if self.closer.is_stuck(peer.uid):
             text = (
@@ -360,27 +340,15 @@ class Server:
         else:
             self.accepted.append(client)
 
-    def _add_stranger(self, client: Client) -> None:
-        self._strangers[client.fd] = client
-        self._num_strangers[client.peer.pid] += 1
-
-    def _remove_stranger(self, client: Client) -> None:
-        if self._strangers.pop(client.fd, None) is not None:
-            pid = client.peer.pid
-            self._num_strangers[pid] -= 1
-            if not self._num_strangers[pid]:
-                del self._num_strangers[pid]
-
     def _disconnect_stranger(self, limit: str, *, allowance: int) -> bool:
         """Disconnect the oldest stranger of the process with the most strangers.
 
         Returns:
             False if no process has more than `allowance`.
         """
-        pid, num_strangers = max(self._num_strangers.items(), key=itemgetter(1), default=(0, 0))
-        if num_strangers <= allowance:
+        oldest = self._clients.crowding_stranger(allowance)
+        if oldest is None:
             return False
-        oldest = next(client for client in self._strangers.values() if client.peer.pid == pid)
         self.disconnect(oldest, "it belongs to no session, and others need its place", limit)
         return True
 
@@ -411,22 +379,23 @@ class Server:
         self.end(client)
 
     def _check_bounds(self, client: Client) -> None:
-        if client.channel.holds_descriptors:
-            if free_descriptors() < RESERVED_DESCRIPTORS:
-                self._disconnect_out_of_files(client)
-                return
-            self._descriptor_deadlines.setdefault(client, time.monotonic() + DESCRIPTOR_SECONDS)
-        else:
-            self._descriptor_deadlines.pop(client, None)
+        if self._clients.count_descriptors(client):
+            self._check_descriptors(client)
         self._count_buffered(client)
         self._update_events(client)
 
-    def _check_descriptors(self, now: float) -> None:
-        """Disconnect clients that did not complete a message with descriptors in time."""
-        for client in [
-            client for client, deadline in self._descriptor_deadlines.items() if now >= deadline
-        ]:
-            self.disconnect(client, "its descriptors arrived, but not the rest of their message")
+    def _check_descriptors(self, client: Client) -> None:
+        """Disconnect a client if the descriptors that have just come exceed a bound."""
+        uid = client.peer.uid
+        if free_descriptors() < RESERVED_DESCRIPTORS:
+            self._disconnect_out_of_files(client)
+        elif (num_descriptors := self._clients.descriptors_of(uid)) > MAX_DESCRIPTORS_OF_USER:
+            oldest = self._clients.oldest_with_descriptors(uid)
+            text = (
+                f"unfinished messages of uid {uid} have {num_descriptors} descriptors, the limit"
+                f" is {MAX_DESCRIPTORS_OF_USER}"
+            )
+            self.disconnect(oldest, text, "open_files")
 
     # ---------------------------------------------------------------- writing
 
@@ -443,7 +412,8 @@ class Server:
         if client.closed:
             return
         channel = client.channel
-        events = 0 if channel.unsent_bytes > MAX_UNREAD_BYTES else select.EPOLLIN
+        is_read = not client.paused and channel.unsent_bytes <= MAX_UNREAD_BYTES
+        events = select.EPOLLIN if is_read else 0
         if channel.wants_write:
             events |= select.EPOLLOUT
         if events != client.events:
@@ -455,15 +425,17 @@ class Server:
     # ----------------------------------------------------------------- bounds
 
     def _count_buffered(self, client: Client) -> None:
-        """Update the buffered bytes; above the bound disconnect the client with the most."""
+        """Update the buffered bytes; above the bound disconnect clients, the largest first."""
         if client.closed:
             return
-        buffered_bytes = client.channel.undecoded_bytes + client.channel.unsent_bytes
-        self._total_bytes += buffered_bytes - client.buffered_bytes
-        client.buffered_bytes = buffered_bytes
-        while self._total_bytes > self._max_buffered:
-            largest = max(self._by_fd.values(), key=attrgetter("buffered_bytes"))
-            text = f"it has {largest.buffered_bytes} of the {self._total_bytes} bytes kept for all"
+        clients = self._clients
+        clients.count_bytes(client)
+        while clients.total_bytes > self._max_buffered:
+            largest, process_bytes = clients.largest()
+            text = (
+                f"it has {largest.buffered_bytes} and its process {process_bytes} of the"
+                f" {clients.total_bytes} bytes kept for all"
+            )
             self.disconnect(largest, text, "kept_bytes")
 
 
@@ -471,13 +443,3 @@ def decode_error_reply(error: DecodeError) -> Error:
     """Return the error reply to a request that cannot be decoded."""
     mismatch = isinstance(error, VersionMismatch)
     return Error.of(ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE, str(error))
-
-
-def peer_of(sock: socket.socket) -> Peer:
-    """Return the credentials of the process that connected."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, gid = _UCRED.unpack(credentials)
-    groups = array.array("I")
-    with contextlib.suppress(OSError):  # too many groups to read: none counts
-        groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES))
-    return Peer(pid, uid, gid, tuple(groups))

@@ -105,9 +105,9 @@ class Channel:
         return bool(self._unsent)
 
     @property
-    def holds_descriptors(self) -> bool:
-        """Whether descriptors were received of a message that is not returned yet."""
-        return bool(self._received_fds)
+    def num_descriptors(self) -> int:
+        """The number of received descriptors whose message is not returned yet."""
+        return sum(len(fds) for _, fds, _ in self._received_fds)
 
     # ------------------------------------------------------------------- send
 

@@ -3,6 +3,9 @@
 A message is one frame: a header of 16 bytes (docs/protocol.md) and a msgpack map of fields. The
 header has a fixed shape so that a request whose body cannot be decoded still gets a reply by its
 id.
+
+Errors are sent and logged, and a broken client may put a key anywhere. So their texts hold names of
+the protocol and numbers, but no name, text or bytes that the sender chose.
 """
 
 import struct
@@ -19,6 +22,9 @@ MAX_MESSAGE_BYTES = zmtp.MAX_MESSAGE_BYTES
 MAX_REGISTER_BYTES = 2**20
 _HEADER = struct.Struct("<4sHHQ")
 HEADER_BYTES = _HEADER.size
+_SAFE_FAULTS = ("Expected ", "Object missing required field ", "Input data was truncated")
+"""Begins of msgspec's errors that name types, bounds and declared fields only."""
+_REQUEST_ID_AT = HEADER_BYTES - 8  # it is the header's last field
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -64,7 +70,7 @@ class Codec:
             raise DecodeError(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
         magic, version, tag, request_id = _HEADER.unpack_from(frame)
         if magic != MAGIC:
-            raise DecodeError(f"magic {magic!r}, expected {MAGIC!r}")
+            raise DecodeError(f"no message of kvd: it does not begin with {MAGIC!r}")
         return Header(tag, request_id, version)
 
     def decode(self, frame: bytes) -> tuple[Header, Message]:
@@ -94,7 +100,32 @@ class Codec:
         try:
             return decoder.decode(memoryview(frame)[HEADER_BYTES:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DecodeError(f"{name}: {error}") from error
+            # The cause would show in a traceback.
+            raise DecodeError(f"{name}: {_fault(error)}") from None
+
+
+def _fault(error: Exception) -> str:
+    """Return why a body cannot be decoded, from msgspec's or a message's own error.
+
+    msgspec repeats unknown fields and values. Of these errors the text has the value's place, which
+    follows the value; the place of an unknown field is left out, because at the top there is none,
+    and the name may look like one.
+    """
+    text = str(error)
+    if error.__cause__ is not None or text.startswith(_SAFE_FAULTS):
+        return text
+    if text.startswith(("Invalid enum value", "Invalid value")):
+        return f"unknown value - at {text.rpartition(' - at ')[2]}"
+    if text.startswith("Object contains unknown field"):
+        return "Object contains unknown field"
+    return "malformed MessagePack" if isinstance(error, msgspec.DecodeError) else "malformed text"
+
+
+def with_request_id(frame: bytes, request_id: int) -> bytes:
+    """Return a frame's copy under another request id: one encoded reply for several requests."""
+    return b"".join(
+        (frame[:_REQUEST_ID_AT], request_id.to_bytes(8, "little"), frame[HEADER_BYTES:])
+    )
 
 
 WIRE = Codec(TAGS)

@@ -7,6 +7,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from kvd_proto.messages import (
     Ping,
     Pong,
     Reset,
+    Status,
     Step,
     Welcome,
 )
@@ -217,6 +219,30 @@ def test_a_worker_that_ends_while_it_registers_ends_nothing_else(
         os.close(fd)
     assert isinstance(client.hello(), Welcome)
     eventually(lambda: "/memfd:kvd-test-going (deleted)" not in open_files(broker).values())
+
+
+def test_questions_of_peers_that_have_gone_are_not_answered(start_daemon: StartDaemon) -> None:
+    """Of 40,000 requests for a report next to none is served; an engine's session is the same."""
+    daemon = start_daemon()
+    with engine_of(daemon) as engine:
+        before = daemon.status()
+        with ExitStack() as stack:
+            crowd = [stack.enter_context(RawClient(daemon.runtime_dir)) for _ in range(100)]
+            for client in crowd:
+                client.hello("tool")
+            frame = WIRE.encode(Status(), 7)
+            with frozen(daemon.process.pid):
+                for client in crowd:
+                    client.send_bytes((frame_header(len(frame)) + frame) * 400)
+                stack.close()
+        keys = engine.stored("meanwhile", 4)
+        assert engine.load(keys) == (4, 0)
+        report = eventually(
+            daemon.status, lambda report: report["broker"]["dropped_replies"] >= 40_000
+        )
+        assert report["broker"]["requests"]["Status"] < 1000  # those of `eventually`
+        registrations = [one["broker"]["requests"]["Register"] for one in (before, report)]
+        assert registrations == [1, 1]  # its rank has stayed
 
 
 def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:

@@ -14,14 +14,14 @@ from kvd.machine.memory import pool_directory_name
 from kvd_client import LookupResult
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.jobs import IntArray
-from kvd_proto.messages import Attached, Error, Step, Stepped
+from kvd_proto.messages import Attached, Ping, Pong, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, engine_of, keys_of, make_layout, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
-from tests.raw_client import RawClient
+from tests.raw_client import RawClient, text_of
 from tests.waiting import DEADLINE, eventually
 
 
@@ -210,14 +210,22 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         given_up = [secret + b"lost".ljust(27, b".")]
         engine.begin(given_up)
         engine.scheduler.complete_store(given_up, success=False)
-        body = b"\x81\xa4used\x91\xc4" + bytes([len(secret)]) + secret + b"x"  # one byte too many
+        bodies = (
+            b"\x81\xa4used\x91\xc4" + bytes([len(secret)]) + secret + b"x",  # one byte too many
+            b"\x81" + bytes([0xA0 + len(secret)]) + secret + b"\x01",  # as a field's name
+            b"\x81\xa5slots\x92" + bytes([0xA0 + len(secret)]) + secret + b"\xc4\0",
+        )
+        replies = []
         with RawClient(daemon.runtime_dir) as client:
             client.hello()
-            client.send(WIRE.encode(Step(), 7)[:HEADER_BYTES] + body)
-            _, reply = client.reply()
-        assert isinstance(reply, Error)
+            for body in bodies:
+                client.send(WIRE.encode(Step(), 7)[:HEADER_BYTES] + body)
+                replies.append(text_of(client.reply()[1]))
+            client.send(secret * 2)
+            assert isinstance(client.ask(Ping()), Pong)
+        daemon.wait_log("does not begin with")
         with over_tcp(daemon) as http:
-            texts = [reply.text, caplog.text, *texts_of(daemon, http)]
+            texts = [*replies, caplog.text, *texts_of(daemon, http)]
         engine.scheduler.reset()
     assert daemon.stop() == 0
     texts.append(daemon.log.read_text())

@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,27 @@ def ask(
     path: str, method: str = "GET", report: dict[str, Any] = READY, **headers: str
 ) -> httpx.Response:
     """What the application answers to a client on TCP."""
+    (answer,) = ask_all([headers], path, method, report)
+    return answer
+
+
+def ask_all(
+    requests: Sequence[dict[str, str]],
+    path: str,
+    method: str = "GET",
+    report: dict[str, Any] = READY,
+) -> list[httpx.Response]:
+    """What it answers to requests with these headers, one after the other."""
     broker = Asked(report)
     broker.answers.set()
     app = App(broker).guarded("127.0.0.1")
 
-    async def one() -> httpx.Response:
+    async def answers() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, headers=headers)
+            return [await client.request(method, path, headers=one) for one in requests]
 
-    return asyncio.run(one())
+    return asyncio.run(answers())
 
 
 def test_verbose_probes_list_their_checks() -> None:
@@ -82,6 +94,20 @@ def test_verbose_probes_list_their_checks() -> None:
         "[+] drain: not draining",
         "readyz failed",
     ]
+
+
+def test_scrapes_in_quick_succession_share_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each format one is made at a time; a version that is not known gets the plain one."""
+    monkeypatch.setattr("kvd.report.app.SHARED_SECONDS", 3600.0)
+    openmetrics = "application/openmetrics-text; version="
+    accepted = ["", "text/plain", openmetrics + "1.0.0", openmetrics + "1.0.1", "*/*"]
+    answers = ask_all([{"accept": one} for one in accepted], "/metrics")
+    texts = [answer.text for answer in answers]
+    assert texts[2] != texts[0]
+    assert texts[:2] + texts[3:] == [texts[0]] * 4  # each has the number of answers before
+    monkeypatch.setattr("kvd.report.app.SHARED_SECONDS", 0.0)
+    first, second = ask_all([{}, {}], "/metrics")
+    assert first.text != second.text
 
 
 def test_a_bad_deadline_or_path_is_refused_with_what_is_possible() -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from docs import generate_status
 from kvd.metrics.schema import MAX_ENGINES, REPORT_FIELDS
@@ -113,7 +114,7 @@ def test_a_forecast_tells_what_more_memory_brings(start_daemon: StartDaemon) -> 
 
 def test_promtool_accepts_the_metrics() -> None:
     """Prometheus's own linter passes what is exposed of a daemon with engines."""
-    text, _ = Exposition(REPORT, 0.0).encode("")
+    text = generate_latest(Exposition(REPORT, 0.0))
     command = [tool("promtool"), "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

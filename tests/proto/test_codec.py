@@ -1,6 +1,8 @@
 """The codec: every message survives, every malformed one is named."""
 
 import contextlib
+import re
+import traceback
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -35,6 +37,7 @@ from kvd_proto.messages import (
     Step,
     Store,
 )
+from tests.daemon.hidden import assert_hidden
 
 
 def frame_of(tag: int, body: object, version: int = PROTOCOL_VERSION) -> bytes:
@@ -106,6 +109,50 @@ def test_random_bytes_never_crash_the_codec(junk: bytes) -> None:
     for frame in (junk, WIRE.encode(Ping())[:HEADER_BYTES] + junk):
         with contextlib.suppress(DecodeError):
             WIRE.decode(frame)
+
+
+KEY = "SECRETKEY"
+HELLO = {
+    "kind": "tool",
+    "engine": "e",
+    "pid": 1,
+    "protocol_min": 1,
+    "protocol_max": 1,
+    "client": "c",
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "body", "place"),
+    [
+        (0x10, {KEY: 1}, "Step: Object contains unknown field"),
+        (0x10, {f"a` - at `$.{KEY}": 1}, "unknown field"),
+        (0x10, {"pins": [{f"a` - at `$.{KEY}": 1}]}, "unknown field"),
+        (0x10, {KEY.encode(): 1}, "Expected `str`, got `bytes`"),
+        (0x10, {"used": [KEY]}, "Expected `bytes`, got `str` - at `$.used[0]`"),
+        (0x10, {"slots": [KEY, b""]}, "unknown value - at `$.slots[0]`"),
+        (0x10, {"slots": ["u4", KEY.encode()]}, "9 bytes are no whole number of u4 items"),
+        (0x10, b"\x81\xa4used\x91\xc4\x09" + KEY.encode() + b"x", "malformed"),
+        (0x10, b"\x81\xaa" + KEY.encode() + b"\xff\x01", "malformed"),
+        (0x01, HELLO | {"kind": f"{KEY}' - at `$.{KEY}`"}, "unknown value - at `$.kind`"),
+        (0x03, {"handles": [{"type": KEY}]}, "unknown value - at `$.handles[0].type`"),
+        (0x22, {"job": 1, "status": KEY}, "unknown value - at `$.status`"),
+        (0x33, {"status": {KEY: {KEY: b"\xff"}, 1: 1}}, "Expected `str`, got `int`"),
+    ],
+)
+def test_an_error_repeats_nothing_that_the_sender_chose(tag: int, body: object, place: str) -> None:
+    """Be it a field's name, a value or text; where the fault is, is said as far as we named it."""
+    with pytest.raises(DecodeError, match=re.escape(place)) as caught:
+        WIRE.decode(frame_of(tag, body))
+    trace = "".join(traceback.format_exception(caught.value))
+    assert_hidden([str(caught.value), trace], KEY.encode())
+
+
+def test_a_frame_without_a_header_is_not_repeated() -> None:
+    """Its first bytes may be those of a key."""
+    with pytest.raises(DecodeError, match="does not begin with") as caught:
+        WIRE.decode(KEY.encode() * 4)
+    assert_hidden([str(caught.value)], KEY[:2].encode())
 
 
 def test_too_large_a_message_is_not_sent() -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,25 +13,22 @@ from typing import Any
 import psutil
 import pytest
 
-from kvd.broker.effects import Effect, Reply
 from kvd.config.settings import Settings
 from kvd.machine.process import StallDetector
 from kvd.server.children import Children, HttpProcess, LaneProcess
-from kvd.server.runtime_dir import AllowList
-from kvd.server.sessions import SessionServer
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     MAX_TEXT,
     Detached,
     Error,
-    Message,
     Ping,
     Pong,
     Unregister,
     Welcome,
 )
-from tests.broker.brokers import hello, make_broker
+from tests.broker.brokers import hello
 from tests.raw_client import RawClient, registration
+from tests.server.rig import Rig
 from tests.waiting import DEADLINE
 
 SECONDS = 100
@@ -173,51 +170,11 @@ def test_a_standstill_is_logged_once(
     assert not any(lines)
 
 
-class Rig:
-    """Sessions of a broker without lanes; replies are sent."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self.runtime_dir = runtime_dir
-        self.core = make_broker(devices=[], max_sessions=100)
-        self.epoll = select.epoll()
-        self.sessions = SessionServer(
-            runtime_dir / "broker.sock",
-            self.core,
-            self.epoll,
-            self._execute,
-            allowed=AllowList("", ""),
-            is_own_process=lambda _: False,
-        )
-
-    def turn(self) -> None:
-        """Look and serve once, as the loop does."""
-        self.sessions.handle_events(dict(self.epoll.poll(0)))
-        self.sessions.serve(0.0)
-
-    def settle(self) -> None:
-        """Serve until nothing is left to do."""
-        while self.sessions.pending or self.epoll.poll(0):
-            self.turn()
-
-    def _execute(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Reply):
-                self.sessions.reply(effect)
-
-    def ask(self, client: RawClient, message: Message, fds: Sequence[int] = ()) -> Message:
-        """Return the reply to a request."""
-        client.request(message, fds)
-        self.settle()
-        return client.reply()[1]
-
-
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     """Without any session."""
-    made = Rig(tmp_path)
-    yield made
-    made.sessions.close()
-    made.epoll.close()
+    with Rig(tmp_path) as made:
+        yield made
 
 
 def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket(
@@ -246,7 +203,7 @@ def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None
     with RawClient(rig.runtime_dir):
         rig.turn()
         (number,) = rig.core.state.registry.sessions
-        while not rig.sessions.pending:
+        while rig.sessions.due() > rig.now:
             rig.sessions.notify(number, Detached(reason="x" * MAX_TEXT), ())
         assert len(rig.sessions) == 1
         rig.turn()

@@ -19,7 +19,7 @@ from kvd.machine import process
 from kvd.server.persistent_pool import PersistentPool
 from kvd.server.runtime_dir import AllowList, RuntimeDir
 from kvd.server.state_files import ResetFile
-from kvd.wire.server import peer_of
+from kvd.wire.clients import peer_of
 from tests.daemon.users import needs_root
 from tests.descriptors import open_files
 from tests.waiting import PATIENCE

@@ -1,6 +1,7 @@
 """The listening end of the broker and of lanes: clients take turns, each within bounds."""
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -18,10 +19,12 @@ import zmq
 
 from kvd.wire import server as server_module
 from kvd.wire.server import MAX_UNREAD_BYTES, Received, Server
+from kvd_proto.channel import close_all
 from kvd_proto.messages import ErrorCode
 from kvd_proto.zmtp import command, frame_header
+from kvd_proto.zmtp import opening as zmtp_opening
 from tests.descriptors import open_on
-from tests.raw_client import RawConnection, code_of
+from tests.raw_client import RawConnection, code_of, text_of
 from tests.waiting import PATIENCE, eventually
 
 MIB = 2**20
@@ -130,6 +133,46 @@ def test_unfinished_messages_of_all_together_are_bounded(make: Make, connect: Co
     assert server.buffered_bytes == 0
 
 
+@contextmanager
+def crowd(path: Path, count: int, nbytes: int) -> Iterator[None]:
+    """Connections of another process, each with so many bytes of a message that has no end."""
+    opening = zmtp_opening(b"DEALER") + frame_header(MIB)
+    if not (process := os.fork()):
+        sockets = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+        for one in sockets:
+            one.connect(str(path))
+            with contextlib.suppress(OSError):  # it was disconnected
+                one.sendall(opening + bytes(nbytes))
+        signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_crowd_of_small_messages_does_not_displace_a_large_one(
+    make: Make, connect: Connect, tmp_path: Path, *, joined: bool
+) -> None:
+    """The process with the most bytes is charged, and before it connections that belong to none."""
+    server, honest = make(max_buffered=3 * MIB, max_bytes=4 * MIB), connect()
+    honest.send(b"hello")
+    server.adopt(received(server)[0], "honest")
+    message = bytes(MIB // 2 if joined else 2 * MIB)  # strangers come first, however few bytes
+    push(server, honest.sock, frame_header(len(message)) + message[:-1])
+    until(server, lambda: server.buffered_bytes > len(message))
+    with crowd(tmp_path / "socket", 40, 100 * 1024):
+        while server.limits["kept_bytes"] < 10:
+            assert wait(server)
+            server.handle_events()
+            while joined and server.accepted:
+                server.adopt(server.accepted.popleft(), "crowd")
+            assert server.next_message() is None
+        honest.send_bytes(message[-1:])
+        assert received(server)[1] == message
+
+
 def push(server: Server, sock: socket.socket, data: bytes) -> None:
     """Send all of it while the server reads, or until it hangs up."""
     while data:
@@ -182,7 +225,7 @@ def test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only(
     make: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the client that sends nothing else is told so, and they are closed."""
-    monkeypatch.setattr(server_module, "DESCRIPTOR_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.wire.clients.DESCRIPTOR_SECONDS", 0.01)
     server, slow = make(), connect()
     fd = os.memfd_create("test")
     slow.send_bytes(frame_header(1000), [fd])
@@ -193,6 +236,52 @@ def test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only(
     assert "not the rest of their message" in str(slow.error_at_the_end())
     assert open_on(fd) == {fd}
     os.close(fd)
+
+
+def test_the_bytes_of_a_message_with_descriptors_cost_as_much_as_others(
+    make: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free descriptors are counted when some have come, not with each of the bytes that follow."""
+    server, slow, fd = make(), connect(), os.memfd_create("test")
+    until(server, lambda: bool(server.accepted))
+    counts = iter([10_000, 10_000])  # with the descriptor, and with the whole message
+    monkeypatch.setattr(server_module, "free_descriptors", lambda: next(counts))
+    slow.send_bytes(frame_header(200), [fd])
+    for _ in range(199):
+        slow.send_bytes(b"x")
+        assert wait(server)
+        server.handle_events()
+        assert server.next_message() is None
+    slow.send_bytes(b"x")
+    _, frame, fds = received(server)
+    assert (frame, len(fds)) == (b"x" * 200, 1)
+    close_all([fd, *fds])
+
+
+def test_descriptors_of_unfinished_messages_are_bounded_by_user(
+    make: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the user that exceeds the bound the oldest goes; all others finish their messages."""
+    monkeypatch.setattr(server_module, "MAX_DESCRIPTORS_OF_USER", 5)
+    server, fds = make(), [os.memfd_create("test") for _ in range(3)]
+    names = ("another user's", "oldest", "newest")
+    connections = {}
+    for name in names:
+        connections[name] = connect()
+        until(server, lambda: bool(server.accepted))
+        client = server.accepted.popleft()
+        if name == "another user's":
+            client.peer = dataclasses.replace(client.peer, uid=client.peer.uid + 1)
+        connections[name].send_bytes(frame_header(100), fds)
+        until(server, lambda client=client: client.channel.num_descriptors == 3 or client.closed)  # type: ignore[misc]
+    assert server.limits == {"open_files": 1}
+    assert "6 descriptors, the limit is 5" in text_of(connections.pop("oldest").error_at_the_end())
+    for connection in connections.values():
+        connection.send_bytes(b"x" * 100)
+        _, frame, received_fds = received(server)
+        assert (frame, len(received_fds)) == (b"x" * 100, 3)
+        close_all(received_fds)
+    close_all(fds)
 
 
 def test_unread_replies_are_delivered_by_a_close_that_lingers(
