@@ -30,7 +30,16 @@ if TYPE_CHECKING:  # every command imports this module, and few need the message
 
 
 class KvdError(Exception):
-    """Base of all errors of the daemon."""
+    """Base of all errors of the daemon; as text both attributes, joined.
+
+    Attributes:
+        text: the value and the cause.
+        remedy: what helps; empty if `text` says it.
+    """
+
+    def __init__(self, text: str = "", remedy: str = "") -> None:
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+        self.text, self.remedy = text, remedy
 
 
 class ConfigError(KvdError):

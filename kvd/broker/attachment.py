@@ -6,7 +6,7 @@ number of GPU blocks, strides and addresses: an engine with more GPU memory read
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -73,12 +73,46 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     return [
         *(bind(state, worker) for worker in workers if worker.imported),
         *notify_attached(state, engine),
+        *_small_limits(state, engine, namespace.geometry.slot_bytes),
         LogEvent(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
             f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
             fields={"engine": engine.name, "namespace": namespace.id.hex()},
         ),
     ]
+
+
+def _small_limits(
+    state: BrokerState, engine: Engine, slot_bytes: Sequence[int]
+) -> Iterator[LogEvent]:
+    """Warn of settings that are smaller than a chunk of this engine.
+
+    It is served all the same: a lone job or chunk always passes.
+    """
+    share, chunk = max(slot_bytes), sum(slot_bytes)
+    texts = []
+    if state.settings.queued_bytes < share:
+        texts.append(
+            f"max_queued_bytes = {state.settings.max_queued_bytes} is less than a rank's share of a"
+            f" chunk, {format_size(share)}: of its stores that wait in a lane all but one are shed;"
+            " set it to some hundred chunks, such as the default, 64GiB"
+        )
+    for tier in state.tiers:
+        setting = tier.setting
+        size = setting.size_bytes
+        if size is not None and size < chunk:
+            texts.append(
+                f"tier {setting.name} has size={setting.options['size']}, a chunk"
+                f" {format_size(chunk)}: it stores none; set a larger size"
+            )
+        elif setting.queue_bytes < chunk:
+            texts.append(
+                f"tier {setting.name} has queue={format_size(setting.queue_bytes)}, a chunk"
+                f" {format_size(chunk)}: it is given one at a time; set a larger queue, such as"
+                " queue=256MiB"
+            )
+    for text in texts:
+        yield LogEvent(f"engine {engine.name}: {text}", "warning", fields={"engine": engine.name})
 
 
 def notify_attached(state: BrokerState, engine: Engine) -> list[Effect]:

@@ -17,7 +17,7 @@ from kvd.broker.children import Lane
 from kvd.broker.effects import DropEngine, Effect, LogEvent
 from kvd.broker.operations import ConfigReload, Handler, Operations
 from kvd.broker.registration import Registration, freed_text, log_refusal
-from kvd.broker.sessions import Engine, Registry, Request, Session
+from kvd.broker.sessions import Engine, Registry, Request, Session, check_kind
 from kvd.broker.state import BackgroundTasks, BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import LaneSupervisor
@@ -203,11 +203,16 @@ class Broker:
         try:
             if handler is None:
                 raise Refusal(
-                    ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
+                    ErrorCode.BAD_STATE,
+                    f"{type(message).__name__} is for a lane; connect to the endpoint of LaneUp",
                 )
             if not session.kind and type(message) not in (Hello, Ping):
-                raise Refusal(ErrorCode.BAD_STATE, "HELLO must come first")
+                raise Refusal(
+                    ErrorCode.BAD_STATE,
+                    f"{type(message).__name__} came before HELLO; send that first",
+                )
             if isinstance(message, Register):
+                check_kind(request, "worker")
                 check_descriptors(message, descriptors)
             return handler(request)
         except Refusal as refusal:
@@ -221,7 +226,11 @@ class Broker:
         """Open the protocol: check versions and names, join the engine, reply Welcome."""
         session, message = request.session, request.message
         if session.kind:
-            raise Refusal(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
+            raise Refusal(
+                ErrorCode.BAD_STATE,
+                f"HELLO has opened this session already, as {session.kind}; connect again for"
+                " another one",
+            )
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
             raise Refusal(
                 ErrorCode.BAD_VERSION,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from kvd.broker.effects import Effect
 from kvd.broker.operations import Handler
-from kvd.broker.sessions import Engine, Request, Session
+from kvd.broker.sessions import Engine, Request, Session, check_kind
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, ChunkRefs
@@ -60,7 +60,7 @@ class Caching:
         4. Revoke dropped slots from lanes, and request promotions from tiers.
         """
         step, now = request.message, request.now
-        engine, namespace = _served_scheduler(request.session)
+        engine, namespace = _served_scheduler(request)
         slots, generations, pins = _checked_slots(step)
         blocks = _checked_blocks(step, namespace)
         finished = _checked_finished_requests(step)
@@ -162,7 +162,10 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
     """Return the session's engine and its namespace, or refuse one that is not complete."""
     engine = session.engine
     if engine is None:
-        raise Refusal(ErrorCode.BAD_STATE, "this session belongs to no engine")
+        raise Refusal(
+            ErrorCode.BAD_STATE,
+            "this session is a tool's, which belongs to no engine; connect again as scheduler",
+        )
     if engine.namespace is None:
         missing = engine.missing_ranks
         ranks = f"ranks {list(missing)} have not" if missing else "no rank has"
@@ -170,14 +173,13 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
     return engine, engine.namespace
 
 
-def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
+def _served_scheduler(request: Request[Step]) -> tuple[Engine, Namespace]:
     """Return a scheduler's engine and namespace, or refuse the step.
 
     Refused are sessions of another kind, and engines with a rank whose lane is being replaced.
     """
-    if session.kind != "scheduler":
-        raise Refusal(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
-    engine, namespace = _attached(session)
+    check_kind(request, "scheduler")
+    engine, namespace = _attached(request.session)
     for rank, worker in engine.workers.items():
         if not worker.imported and worker.registration is not None:
             raise Refusal(

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvd.broker.effects import Effect, LogEvent, Reply, ToLane
-from kvd.broker.sessions import Request
+from kvd.broker.sessions import Request, check_kind
 from kvd.broker.state import BackgroundTasks, BrokerState, OperatorDrain, Task
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
@@ -269,12 +269,7 @@ def for_tools(handler: Handler) -> Handler:
     """Return the same handler; it refuses sessions that are no tools."""
 
     def guarded(request: Request[Any]) -> list[Effect]:
-        if request.session.kind != "tool":
-            raise Refusal(
-                ErrorCode.BAD_STATE,
-                f"{type(request.message).__name__} by a {request.session.kind}: this is for"
-                " operators' tools only, such as the kvd command",
-            )
+        check_kind(request, "tool")
         return handler(request)
 
     return guarded

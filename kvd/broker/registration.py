@@ -25,6 +25,7 @@ from kvd.broker.sessions import (
     RegisterStep,
     Request,
     Session,
+    check_kind,
 )
 from kvd.broker.state import BackgroundTasks, BrokerState, Task
 from kvd.cache.namespaces import Namespaces
@@ -95,19 +96,22 @@ class Registration:
     # ------------------------------------------------------------ requests
 
     def register(self, request: Request[Register]) -> list[Effect]:
-        """Check a registration, then have a lane map its memory.
+        """Check a worker's registration, then have a lane map its memory.
 
         A refusal of its layout is answered by `give_up`, at once if the layout is small; the rest
         is answered later, by `imported`, `expire` or `give_up`.
         """
         session, message, state = request.session, request.message, self._state
-        engine = session.engine
-        if engine is None or session.registration is not None:
-            raise Refusal(ErrorCode.BAD_STATE, f"REGISTER in state {session.state}")
-        if session.kind != "worker":
-            raise Refusal(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
+        if session.registration is not None:
+            raise Refusal(
+                ErrorCode.BAD_STATE,
+                "this session has registered its memory; send Unregister before another Register",
+            )
         if session.pending is not None or session.releasing is not None:
-            raise Refusal(ErrorCode.BAD_STATE, "a registration of this session is under way")
+            name = "Register" if session.pending is not None else "Unregister"
+            raise Refusal(
+                ErrorCode.BAD_STATE, f"this session's {name} is under way; wait for its reply"
+            )
         check_names(ErrorCode.BAD_LAYOUT, names_of(message))
         if fatal := state.fatal_imports.refusal(session, message, request.now):
             raise Refusal(ErrorCode.BAD_LAYOUT, fatal)
@@ -120,21 +124,18 @@ class Registration:
             )
         pending = session.pending = PendingRegister(request, request.now + REGISTER_SECONDS)
         if len(message.layout.tensors) + len(message.layout.groups) > MAX_CHECKED_AT_ONCE:
-            self._background.start(
-                "registrations", self._check_and_advance(session, engine, pending)
-            )
+            self._background.start("registrations", self._check_and_advance(session, pending))
             return self._ensure_lane(message.device)
         # A small layout is checked now: the task's first piece is its only one.
-        return next(self._check_and_advance(session, engine, pending))
+        return next(self._check_and_advance(session, pending))
 
-    def _check_and_advance(
-        self, session: Session, engine: Engine, pending: PendingRegister
-    ) -> Task:
+    def _check_and_advance(self, session: Session, pending: PendingRegister) -> Task:
         """Check the layout, then advance the registration.
 
         A large layout is checked in the turn after the one that decoded it.
         """
-        if session.pending is not pending:
+        engine = session.engine
+        if session.pending is not pending or engine is None:
             return
         has_size = self._state.namespaces is not None
         others = engine.workers if has_size else engine.waiting
@@ -170,10 +171,13 @@ class Registration:
 
     def unregister(self, request: Request[Unregister]) -> list[Effect]:
         """Release the session's memory; the reply comes when no lane touches it any more."""
+        check_kind(request, "worker")
         session = request.session
         registration = session.registration
         if registration is None:
-            raise Refusal(ErrorCode.BAD_STATE, "nothing is registered by this session")
+            raise Refusal(
+                ErrorCode.BAD_STATE, "this session has registered no memory; send Register first"
+            )
         identity = session.identity
         effects, num_freed = self._unregister(session, "unregistered")
         text = f"{identity} has unregistered{freed_text(num_freed)}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -112,6 +112,16 @@ class Request(msgspec.Struct, Generic[M], frozen=True):
     def reply(self, message: Message) -> Reply:
         """Return the reply to this request."""
         return Reply(self.session.number, self.id, message)
+
+
+def check_kind(request: Request[Any], kind: str) -> None:
+    """Refuse a request of a session that was not opened, by HELLO, as one of this kind."""
+    if request.session.kind != kind:
+        raise Refusal(
+            ErrorCode.BAD_STATE,
+            f"{type(request.message).__name__} is for sessions of kind {kind}, and HELLO opened"
+            f" this one as {request.session.kind}; connect again as {kind} for it",
+        )
 
 
 @dataclass(frozen=True, slots=True)

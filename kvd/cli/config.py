@@ -123,14 +123,12 @@ def check(*, file: Path) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
     if loaded.settings.tier:
-        from kvd.tier.contract import check_tiers  # noqa: PLC0415  # few daemons have tiers
+        from kvd.tier.contract import tier_problems  # noqa: PLC0415  # few daemons have tiers
 
-        try:
-            check_tiers(parse_tiers(loaded.settings.tier))
-        except ConfigError as error:
+        problems = tier_problems(parse_tiers(loaded.settings.tier))
+        if problems:
             origin = loaded.origins["tier"]
-            lines = [f"{origin}: tier: {line}" for line in str(error).splitlines()]
-            raise ConfigError("\n".join(lines)) from error
+            raise ConfigError("\n".join(f"{origin}: tier: {problem}" for problem in problems))
     count = sum(origin != DEFAULT for origin in loaded.origins.values())
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
 
@@ -172,7 +170,8 @@ def as_toml(settings: dict[str, dict[str, Any]]) -> str:
 def doctor(*, config: Path | None, engine: bool, as_json: bool, **options: str | None) -> None:
     """Check a machine for kvd: limits, memory, GPUs, directories, a running daemon.
 
-    Changes nothing. The exit status is 1 if any line says fail.
+    Changes nothing, and makes every check that `kvd serve` makes at its start. The exit status is
+    1 if any line says fail.
 
     With --engine, run it with the engine's Python where the engine runs, such as in its container.
     It registers a small tensor of each device for a moment, and says whether the daemon maps the
@@ -195,7 +194,8 @@ def doctor(*, config: Path | None, engine: bool, as_json: bool, **options: str |
         from kvd.doctor.checks import examine  # noqa: PLC0415  # an engine does not need it
         from kvd.doctor.facts import Facts  # noqa: PLC0415
 
-        findings = examine(Facts(setting_sources.load().settings))
+        loaded = setting_sources.load()
+        findings = examine(Facts(loaded.settings, loaded.warnings))
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
     worst = max((finding.level for finding in findings), key=list(Level).index)
     if as_json:

@@ -44,19 +44,15 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
         loaded = setting_sources.load()
         settings = loaded.settings
         configure(settings.log_level, settings.log_format, "broker")
-        for warning in loaded.warnings:
-            log.warning("%s", warning)
         raise_descriptor_limit()
         status = run_daemon(loaded, setting_sources, f"kvd {VERSION}", cold=cold)
-    except ConfigError as error:
+    except KvdError as error:
         if not log.hasHandlers():  # the log's settings are invalid
             configure("error", setting_sources.log_format(), "broker")
         for line in str(error).splitlines():
             log.error("%s", line)  # noqa: TRY400  # no bug: no traceback
-        status = 1 if isinstance(error, AddressUnavailable) else os.EX_CONFIG
-    except KvdError as error:
-        log.error("%s", error)  # noqa: TRY400  # likewise
-        status = 1
+        passing = isinstance(error, AddressUnavailable) or not isinstance(error, ConfigError)
+        status = 1 if passing else os.EX_CONFIG
     sys.exit(status)
 
 

@@ -92,24 +92,31 @@ class Setting:
     def convert(self, value: Any, *, typed: bool) -> Any:
         """Return a source's value converted to the setting's type.
 
+        Errors name the key and the value; `check` names the invalid item of a list or table.
+
         Args:
             value: from the source.
             typed: it comes from TOML, with its type; else it is text.
 
         Raises:
-            ConfigError: the value is invalid; the text names the valid ones.
+            ConfigError: the value is invalid; names the valid ones.
         """
+        subject, result = f"{self.key} = {value!r}", value
         try:
             if self.parse is not None and not typed:
-                value = self.parse(value)
-            result = msgspec.convert(value, self.hint, strict=typed)
+                result = self.parse(result)
+            result = msgspec.convert(result, self.hint, strict=typed)
+            if isinstance(result, list | dict):
+                subject = self.key
             if self.check is not None:
                 self.check(result)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"needs {self.requirement}") from error
+            raise ConfigError(f"{subject}: needs {self.requirement}") from error
         except SizeError as error:
-            suggestion = f"; did you mean {error.suggestion}?" if error.suggestion else ""
-            raise ConfigError(f"needs {self.requirement}{suggestion}") from error
+            suggestion = f"did you mean {error.suggestion}?" if error.suggestion else ""
+            raise ConfigError(f"{subject}: needs {self.requirement}", suggestion) from error
+        except ConfigError as error:
+            raise ConfigError(f"{subject}: {error.text}", error.remedy) from error
         return result
 
 
@@ -140,7 +147,7 @@ _SIZE = "such as 64GiB or 512MiB"
 _NAMES = "names or numbers of {}, separated by commas; or nothing"
 
 
-_MIN_POOL_BYTES = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
+_MIN_BYTES = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
 
 
 def _at_least(minimum: int, value: str | int) -> None:
@@ -185,7 +192,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _POOL,
             "SIZE",
             expected=f"a size of at least 64 KiB {_SIZE}, or auto",
-            check=lambda value: value == "auto" or _at_least(_MIN_POOL_BYTES, value),
+            check=lambda value: value == "auto" or _at_least(_MIN_BYTES, value),
         ),
     ] = "auto"
     host_ratio: Annotated[
@@ -317,8 +324,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Most bytes of such jobs.",
             _LIMITS,
             "SIZE",
-            expected=f"a size of at least 1 B {_SIZE}",
-            check=lambda value: _at_least(1, value),
+            expected=f"a size of at least 64 KiB {_SIZE}",
+            check=lambda value: _at_least(_MIN_BYTES, value),
         ),
     ] = "64GiB"
 

@@ -102,7 +102,7 @@ class Sources:
                 try:
                     values[key] = SETTINGS[key].convert(value, typed=typed)
                 except ConfigError as error:
-                    problems.append(f"{origin}: {key} = {value!r}: {error}")
+                    problems.append(f"{origin}: {error}")
                 origins[key] = origin
         _raise_all(problems)
         settings = Settings(**values)

@@ -5,12 +5,14 @@ A tier is ``NAME:TARGET,key=value,…``, such as ``disk:/var/lib/kvd,size=500GiB
 backend checks the others.
 """
 
+import grp
 import ipaddress
 import math
 import os
+import pwd
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -56,8 +58,9 @@ def parse_listen(text: str) -> ListenAddress | None:
     except ValueError:  # brackets around no address, or no port
         pass
     raise ConfigError(
-        "not an address; give HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0 lets the"
-        " kernel choose, 65535 is the highest), or off"
+        "not an address",
+        "give HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0 lets the kernel choose, 65535"
+        " is the highest), or off",
     )
 
 
@@ -75,18 +78,46 @@ def parse_names(text: str) -> list[str]:
     for item in items:
         if not item or (item.isdecimal() and int(item) > _MAX_ID):
             raise ConfigError(
-                f"{item!r} is neither a name nor a number; give names or numbers separated by"
-                " commas, or nothing"
+                f"a number is above {_MAX_ID}" if item else "a name is empty",
+                "give names or numbers separated by commas, or nothing",
             )
     return items
+
+
+def user_ids(names: str) -> frozenset[int]:
+    """Return the ids in the setting `allow_users`; numbers pass unchecked.
+
+    Raises:
+        ConfigError: this machine has no user of a name.
+    """
+    return _ids("allow_users", "user", names, lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def group_ids(names: str) -> frozenset[int]:
+    """Return the ids in the setting `allow_groups`; see `user_ids`."""
+    return _ids("allow_groups", "group", names, lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _ids(setting: str, kind: str, names: str, id_of: Callable[[str], int]) -> frozenset[int]:
+    ids = set()
+    for name in parse_names(names):
+        try:
+            ids.add(int(name) if name.isdecimal() else id_of(name))
+        except KeyError:
+            raise ConfigError(
+                f"{setting}: this machine has no {kind} {name!r}",
+                "create it, or give its number",
+            ) from None
+    return frozenset(ids)
 
 
 QuotaTable = dict[str, dict[str, str | int]]
 """By model: `floor` and `cap`, each a size or a percentage of the pool."""
 
 QUOTA_NEEDS = (
-    "for each model floor, cap or both, a size or a percentage of the pool, such as"
-    ' {llama = {floor = "8GiB", cap = "50%"}}; in the file also as a section [quota.llama]'
+    "a table in TOML, not JSON or text, with floor, cap or both for each model, a size or a"
+    ' percentage of the pool, such as {llama = {floor = "8GiB", cap = "50%"}}; in the file also as'
+    " a section [quota.llama]"
 )
 
 
@@ -109,7 +140,8 @@ def parse_quotas(text: str) -> Any:
     try:
         return tomllib.loads(f"quota = {text}\n")["quota"]
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML in one line: {error}; needs {QUOTA_NEEDS}") from error
+        reason = str(error).partition(" (at ")[0]  # it counts from "quota = " on
+        raise ConfigError(f"no TOML in one line ({reason})", f"needs {QUOTA_NEEDS}") from error
 
 
 def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
@@ -123,7 +155,8 @@ def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
         unknown = ", ".join(entry.keys() - {"floor", "cap"})
         if unknown or not entry:
             raise ConfigError(
-                f"{model}: {unknown or 'nothing'} is neither floor nor cap; needs {QUOTA_NEEDS}"
+                f"{model}: {unknown or 'nothing'} is neither floor nor cap",
+                f'give {model} a floor, a cap or both, such as {{floor = "8GiB", cap = "50%"}}',
             )
         nbytes = {key: _quota_bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
         quotas[model] = Quota(nbytes.get("floor", 0), nbytes.get("cap"))
@@ -136,7 +169,7 @@ def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterato
         if quota.cap_bytes is not None and quota.cap_bytes < quota.floor_bytes:
             yield (
                 f"the cap of {model}, {format_size(quota.cap_bytes)}, is below its floor,"
-                f" {format_size(quota.floor_bytes)}"
+                f" {format_size(quota.floor_bytes)}; raise the cap or lower the floor"
             )
     floors = sum(quota.floor_bytes for quota in quotas.values())
     if floors > cpu_bytes:
@@ -172,6 +205,7 @@ TIER_LIST_NEEDS = f"a list of {TIER_NEEDS}; repeat the flag, or separate them by
 MAX_TIERS = 4  # that of kvd_proto.messages, which a start imports later
 KeepMode: TypeAlias = Literal["asked", "all", "never"]
 _KEEP_MODES: tuple[KeepMode, ...] = ("asked", "all", "never")
+_MIN_QUEUE_BYTES = 4096  # a smaller number lacks its unit
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _SEPARATOR = re.compile(r"\s*;\s*|\s+(?=[a-z][a-z0-9-]*:)")  # a target may contain spaces
 
@@ -199,6 +233,11 @@ class TierSetting:
     late_seconds: float = 0.2
 
     @property
+    def name(self) -> str:
+        """Kind and target, for errors."""
+        return f"{self.kind}:{self.target}" if self.target else self.kind
+
+    @property
     def directory(self) -> Path | None:
         """The tier's directory; None if the target is no absolute path."""
         return _normalized(self.target) if self.target.startswith("/") else None
@@ -222,29 +261,32 @@ def parse_tier(text: str) -> TierSetting:
     """
     kind, colon, body = text.strip().partition(":")
     if not colon or not _NAME.fullmatch(kind):
-        raise ConfigError(f"{text!r} is no tier; give {TIER_NEEDS}")
+        raise ConfigError(f"{text!r} is no tier", f"give {TIER_NEEDS}")
     items = body.split(",") if body else []
     target = items.pop(0) if items and "=" not in items[0] else ""
     options: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key or not value or key in options:
-            raise ConfigError(f"{text!r}: {item!r} is not one key=value; give {TIER_NEEDS}")
+            reason = "is given twice" if key in options else "is not one key=value"
+            raise ConfigError(f"{kind}:{target}: {item!r} {reason}", f"give {TIER_NEEDS}")
         options[key] = value
+    keep, queue = options.pop("keep", "asked"), options.pop("queue", "256MiB")
+    late = options.pop("late", "0.2")
+    tier = TierSetting(text=text.strip(), kind=kind, target=target, options=options)
     if "size" in options:
-        _size(text, "size", options["size"])
-    keep = options.pop("keep", "asked")
+        size_option(tier.name, "size", options["size"])
     if keep not in _KEEP_MODES:
-        raise ConfigError(f"{text!r}: keep={keep} is none of {', '.join(_KEEP_MODES)}")
-    return TierSetting(
-        text=text.strip(),
-        kind=kind,
-        target=target,
-        options=options,
-        keep=keep,
-        queue_bytes=_size(text, "queue", options.pop("queue", "256MiB")),
-        late_seconds=_seconds(text, options.pop("late", "0.2")),
-    )
+        raise ConfigError(
+            f"{tier.name}: keep={keep} is unknown", f"use one of {', '.join(_KEEP_MODES)}"
+        )
+    queue_bytes = size_option(tier.name, "queue", queue)
+    if queue_bytes < _MIN_QUEUE_BYTES:
+        raise ConfigError(
+            f"{tier.name}: queue={queue} is smaller than any chunk",
+            "give the bytes that may be on their way, such as queue=256MiB, the default",
+        )
+    return replace(tier, keep=keep, queue_bytes=queue_bytes, late_seconds=_seconds(tier.name, late))
 
 
 def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
@@ -255,11 +297,11 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
     """
     tiers = [parse_tier(text) for text in texts]
     if len(tiers) > MAX_TIERS:
-        raise ConfigError(f"{len(tiers)} tiers; at most {MAX_TIERS} are possible")
+        raise ConfigError(f"{len(tiers)} tiers", f"at most {MAX_TIERS} are possible")
     identities = [(tier.kind, tier.target, tier.options.get("master")) for tier in tiers]
     for tier, identity in zip(tiers, identities, strict=True):
         if identities.count(identity) > 1:
-            raise ConfigError(f"{tier.text!r} is given twice; remove one")
+            raise ConfigError(f"{tier.name} is given twice", "remove one")
     return tiers
 
 
@@ -301,7 +343,7 @@ def tier_directory_conflicts(
 
 def _directory_conflict(tier: TierSetting, relation: str, other: str) -> str:
     return (
-        f"{tier.text!r}: its directory {relation} ({other}); give the tier a"
+        f"{tier.name}: its directory {relation} ({other}); give the tier a"
         f" directory of its own, such as {tier.kind}:/var/lib/kvd/tier"
     )
 
@@ -315,18 +357,24 @@ def _normalized(path: str) -> Path:
     return Path(os.path.normpath(path))
 
 
-def _size(text: str, key: str, value: str) -> int:
+def size_option(tier: str, key: str, value: str) -> int:
+    """Return the bytes of an option; raise ConfigError, which names `tier`, if it is no size."""
     try:
         return parse_size(value)
     except SizeError as error:
-        raise ConfigError(f"{text!r}: {key}={value}: {error}") from error
+        remedy = (
+            f"did you mean {error.suggestion}?"
+            if error.suggestion
+            else "give bytes or a number with a unit, such as 64GiB"
+        )
+        raise ConfigError(f"{tier}: {key}={value} is no size", remedy) from error
 
 
-def _seconds(text: str, value: str) -> float:
+def _seconds(tier: str, value: str) -> float:
     try:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not 0.01 <= seconds <= 60:
-        raise ConfigError(f"{text!r}: late={value} needs seconds from 0.01 to 60")
+        raise ConfigError(f"{tier}: late={value} is out of range", "give seconds from 0.01 to 60")
     return seconds

@@ -1,7 +1,11 @@
-"""Checks whether a machine suits kvd: facts in, findings out. This module defines findings."""
+"""Checks whether a machine suits kvd: facts in, findings out. This module defines findings.
+
+`kvd.doctor.start` has the checks that a start must pass; `kvd serve` runs them too.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Level(StrEnum):
@@ -22,19 +26,28 @@ class Finding:
     remedy: str = ""
 
 
-Verdict = tuple[Level, str, str]
+class Verdict(NamedTuple):
+    """What a check says; `Finding` without the name.
+
+    may_pass: a later start may succeed with the same settings.
+    """
+
+    level: Level
+    text: str
+    remedy: str
+    may_pass: bool = False
 
 
 def ok(text: str) -> Verdict:
     """Return a verdict without a problem."""
-    return Level.OK, text, ""
+    return Verdict(Level.OK, text, "")
 
 
 def warn(text: str, remedy: str) -> Verdict:
     """Return a verdict for what works, but not well."""
-    return Level.WARN, text, remedy
+    return Verdict(Level.WARN, text, remedy)
 
 
-def fail(text: str, remedy: str) -> Verdict:
+def fail(text: str, remedy: str, *, may_pass: bool = False) -> Verdict:
     """Return a verdict for what keeps a daemon from starting as configured."""
-    return Level.FAIL, text, remedy
+    return Verdict(Level.FAIL, text, remedy, may_pass)

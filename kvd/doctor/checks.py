@@ -1,14 +1,14 @@
-"""The checks: each gets the facts of the machine and yields verdicts."""
+"""All checks of `kvd doctor`: each gets the facts of the machine and yields verdicts.
 
-import os
+Checks of a start (`kvd.doctor.start`) come first; one here of the same name describes what passed.
+"""
+
 import platform
 import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import psutil
 
 from kvd.config.values import TierSetting
 from kvd.doctor import Finding, Verdict, fail, ok, warn
@@ -22,13 +22,13 @@ from kvd.doctor.probes import (
     TierFacts,
     size_shortage,
 )
+from kvd.doctor.start import START_CHECKS
 from kvd.machine import cuda
-from kvd.machine.process import MAX_DIRECTORY_BYTES, mode_problem
+from kvd.machine.directories import replaced_pool_text
 from kvd.metrics.reading import rate
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.text import explain_denied, format_size
 
-OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is a long-term release
 FILES_PER_SESSION = 4  # connection, pidfd, and a worker's descriptors
 SPARE_FILES = 256
 
@@ -46,12 +46,7 @@ def check(name: str) -> Callable[[Check], Check]:
 @check("machine")
 def machine(facts: Facts) -> Iterator[Verdict]:
     """Kernel and Python."""
-    text = f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors"
-    number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
-    if number < OLDEST_KERNEL:
-        yield fail(text, "kvd needs Linux 5.4 or newer: it watches processes by pidfd")
-    else:
-        yield ok(text)
+    yield ok(f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors")
 
 
 @check("processes")
@@ -80,28 +75,23 @@ def memory(facts: Facts) -> Iterator[Verdict]:
         f"{format_size(memory.available)} of {format_size(memory.total)} available, cpu_bytes is"
         f" {size}{_pinning(facts)}"
     )
-    limits, pool_bytes = facts.limits, facts.pool_bytes_to_create
-    if facts.runtime.holder is not None:
-        yield ok(f"{text} and taken already")
-    elif limits is None:  # check "pool directory" reports it
-        yield ok(text)
-    elif configured is None and (shortage := limits.reserve_shortage(reserve)):
-        yield warn(shortage.text, shortage.remedy)
-    elif shortage := limits.machine_shortage(pool_bytes):
-        yield fail(shortage.text, shortage.remedy)
-    elif limits.filesystem.writable and pool_bytes - limits.existing_bytes + limits.pin_bytes(
-        pool_bytes
-    ) > max(0, memory.available - reserve):
+    limits, pool_bytes = facts.limits, configured or 0
+    new_bytes = pool_bytes - limits.existing_bytes if limits is not None else 0
+    if limits is None:  # no pool_dir, or the pool is a running daemon's that this user cannot see
+        yield ok(text if facts.daemon is None else f"{text} and taken already")
+    elif (
+        limits.filesystem.writable
+        and new_bytes > 0
+        and new_bytes + limits.pin_bytes(pool_bytes) > max(0, memory.available - reserve)
+    ):
         yield warn(
             f"{text}: less than {format_size(reserve)} is left for other processes",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
-        yield ok(
-            f"{text}; the kept pool has {format_size(limits.existing_bytes)} of it"
-            if limits.existing_bytes
-            else text
-        )
+        owner = "kept pool" if facts.daemon is None else "daemon's pool"
+        existing = format_size(limits.existing_bytes)
+        yield ok(f"{text}; the {owner} has {existing} of it" if limits.existing_bytes else text)
 
 
 def _pinning(facts: Facts) -> str:
@@ -131,11 +121,9 @@ def swap(facts: Facts) -> Iterator[Verdict]:
 @check("cgroup")
 def control_group(facts: Facts) -> Iterator[Verdict]:
     """The limit of the control group leaves room for the pool."""
-    group, limits = facts.cgroup, facts.limits
+    group = facts.cgroup
     if group is None:
         yield ok(f"no memory limit for {facts.subject}")
-    elif limits is not None and (shortage := limits.cgroup_shortage(facts.pool_bytes_to_create)):
-        yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
             f"{group.group} may take {format_size(group.limit)} and has"
@@ -145,49 +133,33 @@ def control_group(facts: Facts) -> Iterator[Verdict]:
 
 @check("pool directory")
 def pool_dir(facts: Facts) -> Iterator[Verdict]:
-    """The pool's filesystem is in memory, large enough and writable."""
-    directory, limits = facts.pool, facts.limits
-    name = f"pool_dir = {directory.path}"
-    if limits is None:
-        yield fail(f"{name}: no such directory", "use a tmpfs such as /dev/shm")
+    """The pool's filesystem, and what becomes of a kept pool."""
+    filesystem, configured = facts.filesystem, facts.settings.pool_bytes
+    if filesystem is None:
         return
-    filesystem = limits.filesystem
     text = (
-        f"{name}: {filesystem.kind} at {filesystem.mounted_at},"
+        f"pool_dir = {filesystem.directory}: {filesystem.kind} at {filesystem.mounted_at},"
         f" {format_size(filesystem.free_bytes)} of {format_size(filesystem.total_bytes)} free"
     )
-    if shortage := limits.medium_problem():
-        yield fail(shortage.text, shortage.remedy)
-    elif not directory.writable:
-        yield fail(f"{text}: not writable for this user", "run kvd as its own user")
-    elif problem := mode_problem(directory.path, directory.mode):
-        yield fail(name, problem)
-    elif filesystem.writable and (
-        shortage := limits.filesystem_shortage(facts.pool_bytes_to_create)
-    ):
-        yield fail(shortage.text, shortage.remedy)
+    kept = facts.kept_cpu_bytes if facts.daemon is None else None
+    if kept is not None and configured not in {None, kept}:
+        yield warn(
+            f"{text}; {replaced_pool_text(kept, configured or 0)}",
+            f"cpu_bytes = {kept} keeps it",
+        )
     else:
         yield ok(text)
 
 
 @check("huge pages")
 def huge_pages(facts: Facts) -> Iterator[Verdict]:
-    """Huge pages: enough for a pool in them; otherwise only their number."""
+    """Huge pages: their number."""
     pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
     total = facts.huge_pages.get("HugePages_Total", 0)
-    limits = facts.limits
-    if limits is None or limits.filesystem.writable:
+    filesystem = facts.filesystem
+    if filesystem is None or filesystem.writable:
         text = f"{pages} of {total} huge pages of {format_size(size)} are free"
         yield ok(f"{text}; " + ("the pool does not lie in them" if total else "none are set aside"))
-        return
-    filesystem = limits.filesystem
-    required = (
-        0
-        if facts.runtime.holder is not None
-        else max(facts.pool_bytes_to_create, filesystem.page_bytes)
-    )
-    if shortage := limits.filesystem_shortage(required):
-        yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
             f"{filesystem.free_bytes // filesystem.page_bytes} of {filesystem.huge_pages} huge"
@@ -304,27 +276,12 @@ def gpu_driver(facts: Facts) -> Iterator[Verdict]:
 
 @check("runtime directory")
 def runtime_dir(facts: Facts) -> Iterator[Verdict]:
-    """The runtime directory: writable, closed to others, short enough for a socket's path."""
+    """The runtime directory is closed to other users."""
     runtime = facts.runtime
     name = f"runtime_dir = {runtime.path}"
-    length = len(os.fsencode(runtime.path.absolute()))
     mode = runtime.status.st_mode if runtime.status else 0
-    if length > MAX_DIRECTORY_BYTES:
-        yield fail(
-            f"{name}: {length} bytes, a socket's path leaves {MAX_DIRECTORY_BYTES} for it",
-            "use a shorter one, such as /run/kvd",
-        )
-    elif runtime.status and not stat.S_ISDIR(mode):
-        yield fail(f"{name}: this is no directory", "choose another path")
-    elif not runtime.writable and not runtime.holder:
-        yield fail(
-            f"{name}: this user may not write there",
-            "RuntimeDirectory=kvd in the unit, or --runtime-dir with a directory of your own",
-        )
-    elif not runtime.status:
+    if not runtime.status:
         yield ok(f"{name}: will be made")
-    elif problem := mode_problem(runtime.path, mode):
-        yield fail(name, problem)
     elif mode & stat.S_IRWXO:
         yield warn(
             f"{name}: mode {stat.S_IMODE(mode):04o}, every user of this machine may connect",
@@ -341,7 +298,7 @@ def runtime_dir(facts: Facts) -> Iterator[Verdict]:
 
 @check("tier")
 def tiers(facts: Facts) -> Iterator[Verdict]:
-    """Each tier: its disk or store is reachable, suitable and large enough."""
+    """Each tier's medium."""
     for tier in facts.tiers:
         yield from tier_verdicts(tier)
 
@@ -350,8 +307,7 @@ def tier_verdicts(tier: TierFacts) -> Iterator[Verdict]:
     """Yield the verdicts of a tier: its disk or store is reachable, suitable, large enough."""
     name = tier.setting.text
     if tier.problem:
-        text = tier.problem if name in tier.problem else f"{name}: {tier.problem}"
-        yield fail(text, "until then the daemon serves from memory alone")
+        yield fail(f"{name}: {tier.problem}", "until then the daemon serves from memory alone")
     elif tier.hung:
         location = f" ({_location_text(tier.disk)})" if tier.disk and tier.disk.mounted_at else ""
         yield fail(
@@ -439,7 +395,11 @@ def daemon(facts: Facts) -> Iterator[Verdict]:
     runtime = facts.runtime
     if runtime.report is not None:
         text = f"{runtime.report['version']}, pid {runtime.report['pid']}"
-        yield ok(f"{text}, {'ready' if runtime.report['ready'] else 'not ready'}")
+        yield ok(
+            f"{text}, {'ready' if runtime.report['ready'] else 'not ready'}; kvd serve refuses to"
+            " start beside it"
+        )
+        yield from _other_settings(facts, runtime.report["pool"]["cpu_bytes"])
         for condition in runtime.report["conditions"]:
             yield warn(condition["text"], condition["remedy"])
         for namespace in runtime.report["namespaces"]:
@@ -447,7 +407,8 @@ def daemon(facts: Facts) -> Iterator[Verdict]:
                 yield ok(f"{namespace['model']}: {namespace['advice']}")
     elif runtime.denied:
         yield warn(
-            f"pid {runtime.holder} serves {runtime.path}, but this user may not connect",
+            f"pid {runtime.holder} serves {runtime.path}, but this user may not connect; kvd serve"
+            " refuses to start beside it",
             runtime.denied,
         )
     elif runtime.holder is not None:
@@ -457,6 +418,26 @@ def daemon(facts: Facts) -> Iterator[Verdict]:
         )
     else:
         yield ok(f"none serves {runtime.path}")
+
+
+def _other_settings(facts: Facts, running: int) -> Iterator[Verdict]:
+    """Say which of the examined settings the daemon with a pool of `running` bytes has not."""
+    runtime, settings = facts.runtime, facts.settings
+    differing = {
+        key: (value, getattr(settings, key))
+        for key, value in (runtime.settings or {}).items()
+        if value != getattr(settings, key, value)
+    }
+    if not differing:
+        return
+    text = ", ".join(f"{key} = {own} (here {here})" for key, (own, here) in differing.items())
+    nbytes, effect = settings.pool_bytes, ""
+    if nbytes is not None and running not in {0, nbytes}:
+        effect = f"; at a restart with those here {replaced_pool_text(running, nbytes)}"
+    yield warn(
+        f"pid {runtime.holder} runs with other settings: {text}{effect}",
+        "give kvd doctor the daemon's options and environment to examine those",
+    )
 
 
 @check("other daemon")
@@ -471,21 +452,28 @@ def other_daemons(facts: Facts) -> Iterator[Verdict]:
 
 @check("HTTP")
 def http(facts: Facts) -> Iterator[Verdict]:
-    """The address of the health endpoint can be bound."""
-    listen = facts.settings.http_listen
-    if facts.port_problem:
-        yield fail(facts.port_problem, "kvd serve does not start until this is fixed")
-    else:
-        yield ok(f"http_listen = {listen}")
+    """The address of the health endpoint."""
+    yield ok(f"http_listen = {facts.settings.http_listen}")
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Run all checks; a check that raises becomes a finding too."""
+    """Run all checks; a check that raises becomes a finding too.
+
+    A check of a name runs if the start's check of that name has found nothing. Without /proc only
+    that is reported: other checks read there.
+    """
+    if not facts.has_proc:
+        return [_finding("machine", verdict) for verdict in START_CHECKS["machine"](facts)]
+    import psutil  # noqa: PLC0415  # reads /proc when imported
+
     findings: list[Finding] = []
-    for name, function in CHECKS.items():
+    for name in (*(name for name in START_CHECKS if name not in CHECKS), *CHECKS):
         try:
-            for verdict in function(facts):
-                findings.append(Finding(name, *verdict))  # noqa: PERF401  # verdicts before an error count
+            verdicts = list(START_CHECKS.get(name, _nothing)(facts))
+            findings += [_finding(name, verdict) for verdict in verdicts]
+            if not verdicts:
+                for verdict in CHECKS.get(name, _nothing)(facts):
+                    findings.append(_finding(name, verdict))  # verdicts before an error count
             continue
         except (OSError, psutil.Error) as error:
             path = getattr(error, "filename", None)
@@ -495,5 +483,13 @@ def examine(facts: Facts) -> list[Finding]:
         except Exception as error:  # noqa: BLE001  # the other checks still run
             text = f"this check failed: {type(error).__name__}: {error}"
             verdict = warn(text, "a bug in kvd: report it; the other lines hold")
-        findings.append(Finding(name, *verdict))
+        findings.append(_finding(name, verdict))
     return findings
+
+
+def _nothing(_: Facts) -> Iterator[Verdict]:
+    return iter(())
+
+
+def _finding(name: str, verdict: Verdict) -> Finding:
+    return Finding(name, verdict.level, verdict.text, verdict.remedy)

@@ -1,52 +1,22 @@
-"""Facts about this machine, without judgement; `checks.py` judges.
+"""Facts about this machine beside those of a start, without judgement; `checks.py` judges."""
 
-Limits and the control group are those of the running daemon, if there is one, since a service's
-differ from a login's; otherwise those of this process.
-"""
-
-import contextlib
 import grp
+import json
 import os
-import platform
-import resource
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from kvd.config.settings import Settings
-from kvd.config.values import parse_listen
 from kvd.doctor.probes import CHILD_SECONDS, Gpus, TierFacts, probe_gpus, probe_tier, run_python
+from kvd.doctor.start import StartFacts
 from kvd.errors import ConfigError, NotRunning, SocketAccessDenied
-from kvd.machine.memory import (
-    Filesystem,
-    MachineMemory,
-    MemoryLimit,
-    PoolLimits,
-    allocated_bytes,
-    memory_limit,
-    pool_directory_name,
-)
-from kvd.machine.numa import gpu_nodes, has_gpus
-from kvd.wire.listener import bind_tcp
+from kvd.machine.directories import MANIFEST
+from kvd.machine.numa import gpu_nodes
 from kvd.wire.tool import ToolConnection
+from kvd_proto.messages import ConfigShown, ShowConfig
 
 _ANSWER_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class PoolDirectory:
-    """The configured directory of the pool.
-
-    filesystem: None if the path is no directory.
-    """
-
-    path: Path
-    filesystem: Filesystem | None = None
-    writable: bool = False
-    mode: int = 0o700
 
 
 @dataclass(frozen=True)
@@ -54,9 +24,8 @@ class RuntimeFacts:
     """The runtime directory and its daemon.
 
     status: of the directory; None if it does not exist.
-    writable: this user may write to the directory or create it.
     holder: pid of the process that holds the lock; None if none does.
-    report: the daemon's status report; None without an answer.
+    report, settings: the daemon's status report, its settings by key; None without an answer.
     failure: why there is no answer; empty if there is one.
     denied: why this user may not connect, with the remedy; empty if it may.
     """
@@ -64,27 +33,15 @@ class RuntimeFacts:
     path: Path
     status: os.stat_result | None
     group_name: str
-    writable: bool
     holder: int | None = None
     report: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
     failure: str = ""
     denied: str = ""
 
 
-class Facts:
-    """Facts about this machine for a daemon with these settings, each read once on first use.
-
-    Sizes are in bytes; a limit is None if there is none. A fact that cannot be read raises OSError
-    or psutil.Error in the check that needs it.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @cached_property
-    def kernel(self) -> str:
-        """Release of the kernel."""
-        return platform.release()
+class Facts(StartFacts):
+    """All facts; see `StartFacts`. Those of processes and swap may raise psutil.Error."""
 
     @cached_property
     def cpus(self) -> int:
@@ -103,104 +60,54 @@ class Facts:
     @cached_property
     def runtime(self) -> RuntimeFacts:
         """The runtime directory."""
-        path = Path(self.settings.runtime_dir)
-        holder = _lock_holder(path)
-        report, failure, denied = None, "", ""
+        path, holder = self.runtime_path, self.daemon
+        report, settings, failure, denied = None, None, "", ""
         if holder is not None:
             try:
                 with ToolConnection(path, timeout=_ANSWER_SECONDS) as control:
                     report = control.status()
+                    shown = control.ask(ShowConfig(), ConfigShown).config["settings"]
+                    settings = {key: entry["value"] for key, entry in shown.items()}
             except SocketAccessDenied as error:
                 denied = str(error)
             except NotRunning as error:
                 failure = str(error)
         status = _status(path)
-        parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         return RuntimeFacts(
             path=path,
             status=status,
             group_name=_group_name(status.st_gid) if status else "",
-            writable=os.access(parent, os.W_OK | os.X_OK),
             holder=holder,
             report=report,
+            settings=settings,
             failure=failure,
             denied=denied,
         )
 
     @cached_property
-    def daemon(self) -> int | None:
-        """Pid of the daemon whose limits are used; None: those of this process."""
-        with contextlib.suppress(OSError):
-            return self.runtime.holder
-        return None
-
-    @property
-    def pool_bytes_to_create(self) -> int:
-        """Bytes of the pool that a start would create; 0 if a daemon runs or the size is auto."""
-        return 0 if self.runtime.holder is not None else self.settings.pool_bytes or 0
+    def port_problem(self) -> ConfigError | None:
+        """See `StartFacts`; the address of the running daemon is free once that has ended."""
+        running = self.runtime.settings or {}
+        listen = self.settings.http_listen
+        if self.daemon is not None and running.get("http_listen", listen) == listen:
+            return None
+        return super().port_problem
 
     @cached_property
-    def subject(self) -> str:
-        """The owner of the limits, as text."""
-        if self.daemon is None:
-            return "a process started from here"
-        return f"the daemon, pid {self.daemon}"
-
-    @cached_property
-    def open_files(self) -> int | None:
-        """Limit of open files."""
-        try:  # the hard limit: the daemon raises its soft one itself
-            _, limit = resource.prlimit(self.daemon or 0, resource.RLIMIT_NOFILE)
-        except (PermissionError, ProcessLookupError):
-            _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return None if limit == resource.RLIM_INFINITY else limit
-
-    @cached_property
-    def memory(self) -> MachineMemory:
-        """Memory of the machine."""
-        return MachineMemory.read()
+    def kept_cpu_bytes(self) -> int | None:
+        """`cpu_bytes` of the pool that a daemon has left; None if there is none."""
+        try:
+            with (self.metadata_directory / MANIFEST).open("rb") as file:
+                return int(json.loads(file.read(4096))["cpu_bytes"])
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            return None
 
     @cached_property
     def swap_used(self) -> int:
         """Bytes in swap."""
+        import psutil  # noqa: PLC0415  # reads /proc when imported
+
         return int(psutil.swap_memory().used)
-
-    @cached_property
-    def cgroup(self) -> MemoryLimit | None:
-        """The control group's limit of memory."""
-        return memory_limit(self.daemon)
-
-    @cached_property
-    def pool(self) -> PoolDirectory:
-        """The pool's directory."""
-        path = Path(self.settings.pool_dir)
-        if not path.is_dir():
-            return PoolDirectory(path)
-        writable = os.access(path, os.W_OK | os.X_OK)
-        return PoolDirectory(path, Filesystem.of(path), writable, path.stat().st_mode)
-
-    @cached_property
-    def leftover_bytes(self) -> int:
-        """Bytes of the pool that a stopped daemon has left; the next one reuses them."""
-        if self.runtime.holder is not None:
-            return 0
-        area = pool_directory_name(Path(self.settings.runtime_dir).absolute())
-        return allocated_bytes(Path(self.settings.pool_dir) / area / "pool")
-
-    @property
-    def limits(self) -> PoolLimits | None:
-        """Limits on the pool that a start would create; None if its directory does not exist."""
-        filesystem = self.pool.filesystem
-        if filesystem is None:
-            return None
-        return PoolLimits(
-            filesystem, self.memory, self.cgroup, self.leftover_bytes, int(self.pinned)
-        )
-
-    @cached_property
-    def pinned(self) -> bool:
-        """Whether lanes would pin the pool: GPUs are visible."""
-        return has_gpus()
 
     @cached_property
     def huge_pages(self) -> dict[str, int]:
@@ -241,6 +148,8 @@ class Facts:
     @cached_property
     def others(self) -> dict[int, str]:
         """Command lines of daemons that serve other directories, by pid."""
+        import psutil  # noqa: PLC0415  # reads /proc when imported
+
         commands = {}
         for process in psutil.process_iter():
             try:
@@ -257,17 +166,6 @@ class Facts:
     def tiers(self) -> list[TierFacts]:
         """The configured tiers."""
         return [probe_tier(text) for text in self.settings.tier]
-
-    @cached_property
-    def port_problem(self) -> str:
-        """Why `http_listen` cannot be bound; empty if it can, is off, or a daemon runs."""
-        try:
-            address = parse_listen(self.settings.http_listen)
-            if address is not None and self.daemon is None:
-                bind_tcp(address).close()
-        except ConfigError as error:
-            return str(error)
-        return ""
 
 
 def _read(path: Path) -> str:
@@ -290,15 +188,3 @@ def _status(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
-
-
-def _lock_holder(path: Path) -> int | None:
-    """Return the pid that holds the directory's lock, from /proc/locks, without locking."""
-    status = _status(path)
-    if status is None:
-        return None
-    for line in _read(Path("/proc/locks")).splitlines():
-        words = line.split()
-        if "FLOCK" in words and words[-3].rpartition(":")[2] == str(status.st_ino):
-            return int(words[-4])
-    return None

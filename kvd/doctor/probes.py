@@ -26,10 +26,10 @@ from typing import Any
 import msgspec
 
 from kvd.config.values import TierSetting, parse_tier
-from kvd.errors import ConfigError, CudaMissing, LaneError
+from kvd.errors import CudaMissing, LaneError
 from kvd.machine import cuda
 from kvd.machine.memory import Shortage
-from kvd.tier.contract import backend_options, check_tiers
+from kvd.tier.contract import backend_options
 
 PATIENCE_SECONDS = 8.0
 CHILD_SECONDS = 20.0  # for other probes than tiers
@@ -92,7 +92,7 @@ class StoreFacts:
 class TierFacts:
     """One configured tier.
 
-    problem: why the setting is invalid, or the probe failed.
+    problem: why the probe failed.
     hung: the step that had not ended at the timeout; empty if the probe ended.
     """
 
@@ -138,17 +138,12 @@ class Gpus:
 
 
 def probe_tier(text: str) -> TierFacts:
-    """Probe a tier, in bounded time.
+    """Probe a tier whose setting is valid, in bounded time.
 
     Raises:
-        ConfigError: the text is no tier.
         OSError: no process can be started.
     """
     setting = parse_tier(text)
-    try:
-        check_tiers([setting])
-    except ConfigError as error:
-        return TierFacts(setting=setting, problem=str(error))
     output, problem, hung = run_python(
         "-m", "kvd.doctor.probes", "tier", text, seconds=PATIENCE_SECONDS
     )

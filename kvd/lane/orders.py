@@ -289,11 +289,15 @@ class RequestHandler:
         lost; its job has ended all the same.
         """
         if not isinstance(message, Join):
-            text = "this connection belongs to no worker; send Join with the token of LaneUp first"
+            name = type(message).__name__
+            text = f"{name} came before Join; send that first, with the token of LaneUp"
             raise Refusal(ErrorCode.BAD_SESSION, text)
         worker = self._workers.by_token(message.token)
         if worker is None:
-            raise Refusal(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+            raise Refusal(
+                ErrorCode.BAD_SESSION,
+                "no worker of this lane has this token; send that of the newest LaneUp",
+            )
         self._reporter.attach(client, worker)
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
@@ -325,9 +329,12 @@ class RequestHandler:
                 reply = self._reporter.reply
                 self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
             case Join():
-                raise Refusal(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
+                raise Refusal(
+                    ErrorCode.BAD_STATE,
+                    "Join has opened this connection already; connect again for another worker",
+                )
             case _:
-                text = f"a lane serves jobs, not {type(message).__name__}"
+                text = f"{type(message).__name__} is for the broker; send it to broker.sock"
                 raise Refusal(ErrorCode.BAD_STATE, text)
 
     def _submit(self, worker: LaneWorker, request: Job, request_id: int) -> None:

@@ -11,6 +11,7 @@ mount, statvfs does not report its free space.
 import hashlib
 import mmap
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvd_proto.text import format_size
 
 TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.recovery
 HEADROOM_BYTES = 2**30  # for the daemon's processes; at most half of what is available
+ADDRESS_BYTES = 2**30
+"""Address space for a child process beside the pool; a tier's was seen to take 780 MiB."""
 _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
@@ -194,6 +197,44 @@ def _page_cache(group: Path, prefix: str) -> int:
     return sum(int(value) for name, value in fields if name in names)
 
 
+@dataclass(frozen=True, slots=True)
+class ResourceLimit:
+    """A limit of a process that bounds the pool; see setrlimit(2).
+
+    pool_bytes: of the largest pool that it allows, without the trailer.
+    needs: what else counts against it; empty if nothing.
+    remedy: how to raise it.
+    """
+
+    name: str
+    limit: int
+    pool_bytes: int
+    needs: str
+    remedy: str
+
+
+def resource_limit(pid: int | None = None) -> ResourceLimit | None:
+    """Return the tightest resource limit of process `pid` (None: this one); None if it has none."""
+    limits = []
+    for name, number, nbytes, needs in (
+        ("AS", resource.RLIMIT_AS, ADDRESS_BYTES, "a lane maps the pool and takes {} itself"),
+        ("FSIZE", resource.RLIMIT_FSIZE, TRAILER_BYTES, "the pool's file has {} more"),
+    ):
+        limit, _ = resource.prlimit(pid or 0, number)
+        if limit != resource.RLIM_INFINITY:
+            flag = "-v" if name == "AS" else "-f"
+            limits.append(
+                ResourceLimit(
+                    f"RLIMIT_{name}",
+                    limit,
+                    max(0, limit - nbytes),
+                    needs.format(format_size(nbytes)),
+                    f"raise it: Limit{name}=infinity in the unit, ulimit {flag} unlimited",
+                )
+            )
+    return min(limits, key=lambda candidate: candidate.pool_bytes, default=None)
+
+
 def _without_headroom(nbytes: int) -> int:
     return nbytes - min(HEADROOM_BYTES, nbytes // 2)
 
@@ -229,6 +270,7 @@ class PoolLimits:
         this size always fits.
     pinning_lanes: number of lanes that pin the whole pool; lanes whose arenas divide it count as
         one.
+    resource_limit: of the daemon's processes.
     """
 
     filesystem: Filesystem
@@ -236,6 +278,7 @@ class PoolLimits:
     group: MemoryLimit | None
     existing_bytes: int
     pinning_lanes: int = 0
+    resource_limit: ResourceLimit | None = None
 
     @classmethod
     def of(cls, pool_dir: Path, existing_bytes: int, pinning_lanes: int | None = None) -> Self:
@@ -248,7 +291,12 @@ class PoolLimits:
         """
         lanes = int(has_gpus()) if pinning_lanes is None else pinning_lanes
         return cls(
-            Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), existing_bytes, lanes
+            Filesystem.of(pool_dir),
+            MachineMemory.read(),
+            memory_limit(),
+            existing_bytes,
+            lanes,
+            resource_limit(),
         )
 
     @property
@@ -259,7 +307,10 @@ class PoolLimits:
             free_bytes = min(free_bytes, _without_headroom(self.group.free_bytes))
         existing_bytes = self.existing_bytes - self.filesystem.whole_pages(TRAILER_BYTES)
         by_machine = self._largest_of_machine(existing_bytes)
-        return max(0, existing_bytes, min(existing_bytes + free_bytes, by_machine))
+        largest = max(0, existing_bytes, min(existing_bytes + free_bytes, by_machine))
+        return (
+            largest if self.resource_limit is None else min(largest, self.resource_limit.pool_bytes)
+        )
 
     def _largest_of_machine(self, existing_bytes: int) -> int:
         """Return the largest pool that fits the machine's memory together with its pins."""
@@ -281,6 +332,7 @@ class PoolLimits:
             self.machine_shortage(nbytes)
             or self.cgroup_shortage(nbytes)
             or self.filesystem_shortage(nbytes)
+            or self.resource_shortage(nbytes)
         )
 
     def machine_shortage(self, nbytes: int) -> Shortage | None:
@@ -342,17 +394,16 @@ class PoolLimits:
             self._remedy(self._filesystem_remedy(nbytes, missing)),
         )
 
-    def warnings(self, reserve: int | None) -> list[str]:
-        """Return warnings for the log at the start: pool_dir on a disk, `reserve` too large.
-
-        Args:
-            reserve: bytes that `auto` leaves to other processes; None if the size is configured.
-        """
-        shortages = [
-            self.medium_problem(),
-            self.reserve_shortage(reserve) if reserve is not None else None,
-        ]
-        return [str(shortage) for shortage in shortages if shortage is not None]
+    def resource_shortage(self, nbytes: int) -> Shortage | None:
+        """Return why a pool of `nbytes` exceeds a limit of the daemon's processes, or None."""
+        limit = self.resource_limit
+        if limit is None or nbytes <= limit.pool_bytes:
+            return None
+        return Shortage(
+            f"a pool of {format_size(nbytes)} does not fit {limit.name}, which is"
+            f" {format_size(limit.limit)}: {limit.needs}",
+            self._remedy(limit.remedy),
+        )
 
     def medium_problem(self) -> Shortage | None:
         """Return why the filesystem does not suit a pool, or None."""

@@ -9,21 +9,17 @@ import mmap
 import os
 import resource
 import signal
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvd.errors import ConfigError, ImportFailed, PoolError
+from kvd.errors import ImportFailed, PoolError
 
 SEALED_MEMFD_RECIPE = (
     "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
 )
-MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
-"""Of the runtime directory's path: sockaddr_un holds 108 bytes with the final zero, and a lane's
-socket has the longest name."""
 LOCK_SECONDS = 2.0
 """Time for which a lock that another process has is retried."""
 LOCK_RETRY_SECONDS = 0.01
@@ -65,32 +61,6 @@ def free_descriptors() -> int:
     except OSError:  # a list needs a descriptor
         return 0
     return limit - count
-
-
-def mode_problem(path: Path, mode: int) -> str:
-    """Return why a directory's mode is unsafe, and the remedy; empty if it is safe.
-
-    If every user may rename and remove files, any user can replace the daemon's files by links. The
-    sticky bit prevents that, as on /tmp and /dev/shm.
-    """
-    if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
-        return ""
-    return (
-        f"mode {stat.S_IMODE(mode):04o} lets every user replace the daemon's files there; use a"
-        f" directory of its own, or chmod o-w {path}, or chmod +t {path} if others need it"
-    )
-
-
-def check_directory(name: str, path: Path) -> None:
-    """Check that only the daemon's user, its group and root can replace files in `path`.
-
-    Raises:
-        ConfigError: every user may; names the remedy.
-        OSError: the directory does not exist.
-    """
-    problem = mode_problem(path, path.stat().st_mode)
-    if problem:
-        raise ConfigError(f"{name} = {path}: {problem}")
 
 
 def sealed_size(fd: int, description: str) -> int:
@@ -188,7 +158,13 @@ def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
     try:
         return memoryview(mmap.mmap(pool_fd, pool_bytes))
     except (OSError, ValueError) as error:
-        raise PoolError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        remedy = (
+            "" if limit == resource.RLIM_INFINITY else f"raise LimitAS (ulimit -v), now {limit}"
+        )
+        raise PoolError(
+            f"the pool's {pool_bytes} bytes cannot be mapped: {error}", remedy
+        ) from error
 
 
 def die_with_parent() -> None:

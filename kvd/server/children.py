@@ -34,21 +34,13 @@ _HTTP_SILENT_SECONDS = 30.0
 
 
 def configured_tiers(texts: list[str]) -> list[TierProcess]:
-    """Return the configured tiers; each backend has checked its options.
-
-    Raises:
-        ConfigError: a tier's options are invalid.
-    """
+    """Return the configured tiers; `kvd.doctor.start` has checked their options."""
     if not texts:
         return []
-    from kvd.tier.contract import check_tiers  # noqa: PLC0415  # most daemons have no tier
+    from kvd.tier.contract import backend_class  # noqa: PLC0415  # most daemons have no tier
 
-    settings = parse_tiers(texts)
-    configured = zip(settings, check_tiers(settings), strict=True)
-    return tiers_of(
-        (setting, backend_class.medium, backend_class.shared)
-        for setting, backend_class in configured
-    )
+    backends = [(setting, backend_class(setting)) for setting in parse_tiers(texts)]
+    return tiers_of((setting, backend.medium, backend.shared) for setting, backend in backends)
 
 
 class LaneProcess(Child):

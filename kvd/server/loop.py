@@ -13,6 +13,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import assert_never
@@ -172,9 +173,6 @@ class BrokerService:
             usage=self._usage.read,
             tiers=configured_tiers(settings.tier),
         )
-        reserve = settings.reserve_bytes if settings.pool_bytes is None else None
-        for warning in self._pool_limits().warnings(reserve):
-            self._log_event(LogEvent(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._children = Children(self._runtime.path, self.core, self._poller, self._execute)
@@ -190,6 +188,11 @@ class BrokerService:
             is_own_process=lambda peer: peer.pid == self._http.pid,
         )
         self._poller.register(self._wake_read, select.EPOLLIN)
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Log warnings of the start's checks, and keep them for reports."""
+        for text in texts:
+            self._log_event(LogEvent(text, "warning"))
 
     # ----------------------------------------------------------------- loop
 

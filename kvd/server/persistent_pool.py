@@ -28,6 +28,7 @@ from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.cache.recovery import EPOCH_SHIFT, POOL_NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
+from kvd.machine.directories import replaced_pool_text
 from kvd.machine.memory import allocated_bytes
 from kvd.pool.geometry import FillOrder
 from kvd.server.client_files import DescriptionFile
@@ -187,12 +188,7 @@ class PersistentPool:
         self._undo_unfinished()
         manifest = self._reusable_manifest
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
-            log.warning(
-                "the kept pool has %s, cpu_bytes is %s: it is replaced once the new pool is"
-                " allocated, and the cache starts empty",
-                format_size(manifest.cpu_bytes),
-                format_size(cpu_bytes),
-            )
+            log.warning("%s", replaced_pool_text(manifest.cpu_bytes, cpu_bytes))
             manifest = None
         self._reuses_pool = manifest is not None
         if manifest is None:

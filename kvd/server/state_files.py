@@ -41,19 +41,23 @@ from kvd.cache.recovery import (
     pack_head,
 )
 from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
+from kvd.machine.directories import (
+    MANIFEST,
+    check_directory,
+    check_pool_dir,
+    metadata_directory,
+)
 from kvd.machine.memory import (
     TRAILER_BYTES,
     Filesystem,
     allocated_bytes,
     pool_directory_name,
 )
-from kvd.machine.process import check_directory, lock_directory
+from kvd.machine.process import lock_directory
 from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-METADATA_DIR = Path("/dev/shm")  # used if pool_dir is on hugetlbfs
-MANIFEST = "manifest.json"
 LEDGER = ".ledger"
 DESCRIPTIONS = ".descriptions"
 MANIFEST_VERSION = 3
@@ -127,17 +131,12 @@ class PoolFiles:
     """
 
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
-        if not pool_dir.is_dir():
-            reason = "this is not a directory" if pool_dir.exists() else "no such directory"
-            raise ConfigError(f"pool_dir = {pool_dir}: {reason}; use a tmpfs such as /dev/shm")
+        check_pool_dir(pool_dir)
         self.discoverable = True
-        own_dir = metadata_dir = pool_dir / pool_directory_name(runtime_dir)
+        own_dir = pool_dir / pool_directory_name(runtime_dir)
         filesystem = Filesystem.of(pool_dir)
         self._filesystem = filesystem
-        if not filesystem.writable:
-            # The digest includes pool_dir, so no pool in METADATA_DIR has the same directory.
-            metadata_dir = METADATA_DIR / pool_directory_name(runtime_dir, pool_dir.resolve())
-        check_directory("pool_dir", pool_dir)
+        metadata_dir = metadata_directory(filesystem, runtime_dir)
         if metadata_dir.parent != pool_dir:
             check_directory("the directory of the pool's manifest", metadata_dir.parent)
         for area in {own_dir, metadata_dir}:

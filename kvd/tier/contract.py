@@ -198,19 +198,20 @@ def backend_class(setting: TierSetting) -> type[TierBackend]:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if setting.kind not in points:
         raise ConfigError(
-            f"{setting.text!r}: no tier is called {setting.kind}; known are"
-            f" {', '.join(sorted(points)) or 'none: install kvd again'}"
+            f"{setting.name}: no tier is called {setting.kind}",
+            f"known are {', '.join(sorted(points)) or 'none: install kvd again'}",
         )
     try:
         backend = points[setting.kind].load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{setting.text!r}: {points[setting.kind].value} cannot be imported ({error});"
-            " install what it needs, or remove the tier"
+            f"{setting.name}: {points[setting.kind].value} cannot be imported ({error})",
+            "install what it needs, or remove the tier",
         ) from error
     if not (isinstance(backend, type) and issubclass(backend, TierBackend)):
         raise ConfigError(
-            f"{setting.text!r}: {points[setting.kind].value} is no kvd.tier.contract.TierBackend"
+            f"{setting.name}: {points[setting.kind].value} is no kvd.tier.contract.TierBackend",
+            "install the package's newest version, or remove the tier",
         )
     return backend
 
@@ -220,20 +221,14 @@ def backend_options(setting: TierSetting) -> BackendOptions:
     return BackendOptions(setting.target, setting.options)
 
 
-def check_tiers(settings: Sequence[TierSetting]) -> list[type[TierBackend]]:
-    """Check the options of tiers, without any I/O; return their backend classes.
-
-    Raises:
-        ConfigError: all problems, a line each.
-    """
-    backends, problems = [], []
+def tier_problems(settings: Sequence[TierSetting]) -> list[ConfigError]:
+    """Return why tiers' backends cannot be had or refuse their options, without any I/O."""
+    problems = []
     for setting in settings:
         try:
-            backends.append(backend_class(setting))
-            backends[-1].check(backend_options(setting))
+            backend_class(setting).check(backend_options(setting))
         except ConfigError as error:
-            text = str(error)
-            problems.append(text if setting.text in text else f"{setting.text!r}: {text}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return backends
+            named = error.text.startswith(setting.kind)
+            text = error.text if named else f"{setting.name}: {error.text}"
+            problems.append(ConfigError(text, error.remedy))
+    return problems

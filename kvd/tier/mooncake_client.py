@@ -19,10 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvd.config.values import size_option
 from kvd.errors import ConfigError, TierError
 from kvd.tier.contract import BackendOptions
-from kvd_proto.errors import SizeError
-from kvd_proto.text import parse_size
 
 PROTOCOLS = ("tcp", "rdma")
 NO_METADATA_SERVER = "P2PHANDSHAKE"
@@ -90,49 +89,47 @@ class MooncakeOptions:
         values = options.values
         if options.target:
             raise ConfigError(
-                f"mooncake:{options.target}: mooncake takes no target; give"
-                " mooncake:master=HOST:PORT"
+                f"mooncake:{options.target}: mooncake takes no target",
+                "give mooncake:master=HOST:PORT",
             )
         if "size" in values:
             raise ConfigError(
-                f"mooncake: size={values['size']}: the cluster's stores decide how much it holds;"
-                " leave it out, or give segment=SIZE to let this node contribute"
+                f"mooncake: size={values['size']}: the cluster's stores decide how much it holds",
+                "leave it out, or give segment=SIZE to let this node contribute",
             )
         if unknown := sorted(values.keys() - set(_KEYS)):
-            raise ConfigError(f"mooncake: unknown option {unknown[0]}; known: {', '.join(_KEYS)}")
+            raise ConfigError(
+                f"mooncake: unknown option {unknown[0]}", f"known are {', '.join(_KEYS)}"
+            )
         protocol = values.get("protocol", "tcp")
         if protocol not in PROTOCOLS:
-            raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
+            raise ConfigError(
+                f"mooncake: protocol={protocol} is unknown", f"use one of {', '.join(PROTOCOLS)}"
+            )
         if "devices" in values and protocol != "rdma":
             raise ConfigError(
-                f"mooncake: devices={values['devices']} needs protocol=rdma; without that leave"
-                " devices out"
+                f"mooncake: devices={values['devices']} needs protocol=rdma",
+                "give that too, or leave devices out",
             )
         return cls(
             master=_master(values.get("master", "")),
             metadata=values.get("metadata", NO_METADATA_SERVER),
             protocol=protocol,
             devices=values.get("devices", ""),
-            segment_bytes=_segment(values.get("segment", "0")),
+            segment_bytes=size_option("mooncake", "segment", values.get("segment", "0")),
             host=values.get("host", ""),
         )
 
 
 def _master(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or bare_ipv6 or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"mooncake: master={text}: master is required: HOST:PORT of mooncake_master,"
-            " such as master=10.0.0.1:50051"
+            f"mooncake: master={text} is no HOST:PORT" if text else "mooncake has no master",
+            "give host and port of mooncake_master, such as master=10.0.0.1:50051",
         )
     return host, int(port)
-
-
-def _segment(text: str) -> int:
-    try:
-        return parse_size(text)
-    except SizeError as error:
-        raise ConfigError(f"mooncake: segment={text}: {error}") from error
 
 
 def check_installed() -> None:
@@ -142,7 +139,7 @@ def check_installed() -> None:
         ConfigError: it is not; names what to install.
     """
     if find_spec("mooncake") is None:
-        raise ConfigError(f"mooncake: the package is not installed; {INSTALL}")
+        raise ConfigError("mooncake: the package is not installed", INSTALL)
 
 
 def package_version() -> str:

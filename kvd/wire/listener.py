@@ -121,8 +121,8 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(
-            f"http_listen = {listen}: no such host ({error}); use an address of this machine,"
-            " such as 127.0.0.1:9330, or off"
+            f"http_listen = {listen}: no such host ({error})",
+            "use an address of this machine, such as 127.0.0.1:9330, or off",
         ) from error
     listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
     try:
@@ -136,8 +136,8 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
             reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
         may_pass = error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
         raise (AddressUnavailable if may_pass else ConfigError)(
-            f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT, or"
-            " --http-listen off"
+            f"http_listen = {listen}: {reason}",
+            "choose another with --http-listen HOST:PORT, or --http-listen off",
         ) from error
     listener.setblocking(False)  # the socket API's own form
     return listener

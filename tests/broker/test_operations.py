@@ -114,7 +114,7 @@ def test_only_tools_may(operator: Operator, kind: Kind, message: Message) -> Non
     reply = operator.ask(message, join(operator.broker, kind))
     assert isinstance(reply, Error)
     assert reply.code is ErrorCode.BAD_STATE
-    assert f"{type(message).__name__} by a {kind}" in reply.text
+    assert f"{type(message).__name__} is for sessions of kind tool" in reply.text
     assert operator.broker.state.drain is None
     assert operator.events == []
 

@@ -90,26 +90,6 @@ def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:
     assert list(daemon.runtime_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "words"),
-    [
-        ("--cpu-bytes", "900TiB", "does not fit the machine's memory"),
-        ("--pool-dir", "/nonexistent", "/nonexistent: no such directory"),
-        ("--pool-dir", "/etc/passwd", "/etc/passwd: this is not a directory"),
-        ("--policy", "mru", "--policy: policy = 'mru': needs one of adaptive, lru"),
-    ],
-)
-def test_bad_settings_name_the_value(tmp_path: Path, flag: str, value: str, words: str) -> None:
-    """One line with key and value, exit status 78, and no process is left that has its stderr.
-
-    For a pool that does not fit the status is 1: there may be more memory later.
-    """
-    done = run_kvd("serve", "--runtime-dir", str(tmp_path / "run"), flag, value)
-    assert done.returncode == (1 if flag == "--cpu-bytes" else os.EX_CONFIG)
-    assert "Traceback" not in done.stderr
-    assert words in done.stderr
-
-
 def test_errors_of_settings_follow_the_format_of_the_log(tmp_path: Path) -> None:
     """One line of JSON for each that is wrong, where the file with the errors says so."""
     file = tmp_path / "kvd.toml"

@@ -15,7 +15,7 @@ import yaml
 
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.values import parse_tiers
-from kvd.tier.contract import check_tiers
+from kvd.tier.contract import tier_problems
 from kvd.version import VERSION
 from tests.conftest import Daemon
 from tests.daemon.serving import run_kvd
@@ -114,7 +114,7 @@ def test_a_mooncake_cluster_is_closed_to_others() -> None:
             assert (service["cap_drop"], service["read_only"]) == (["ALL"], True)
     (setting,) = re.findall(r"KVD_TIER: \$\{KVD_TIER:-(.+)\}", text)
     (tier,) = parse_tiers([setting])
-    check_tiers([tier])
+    assert not tier_problems([tier])
     host, _, port = tier.options["master"].partition(":")
     assert f"--rpc_port={port}" in services[host]["command"]
     assert f"--master_server_address={host}:{port}" in services["mooncake-store"]["command"]

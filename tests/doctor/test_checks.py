@@ -12,12 +12,19 @@ from kvd.config.settings import Settings
 from kvd.config.values import parse_tier
 from kvd.doctor import Finding, Level
 from kvd.doctor.checks import CHECKS, examine
-from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
+from kvd.doctor.facts import Facts, RuntimeFacts
 from kvd.doctor.probes import DiskFacts, Gpu, Gpus, StoreFacts, TierFacts
-from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit
+from kvd.errors import ConfigError
+from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit, ResourceLimit
 
 GIB = 2**30
-QUIET = {"swap", "other daemon", "tier"}  # say nothing where nothing is wrong
+QUIET = {
+    "settings",
+    "process limits",
+    "swap",
+    "other daemon",
+    "tier",
+}  # say nothing where nothing is wrong
 H200 = Gpu("ab" * 16, "NVIDIA H200", "0000:17:00.0", ipc=True, descriptors=True)
 
 
@@ -29,7 +36,6 @@ SHM = Filesystem(
     total_bytes=128 * GIB,
     free_bytes=127 * GIB,
 )
-POOL = PoolDirectory(SHM.directory, SHM, writable=True)
 GPUS = Gpus(("/dev/nvidia0",), "580.65", 13000, (H200,))
 HEALTHY = {
     "settings": Settings(runtime_dir="/run/kvd", cpu_bytes="64GiB"),
@@ -41,8 +47,15 @@ HEALTHY = {
     "memory": MachineMemory(256 * GIB, 200 * GIB),
     "swap_used": 0,
     "cgroup": None,
-    "pool": POOL,
-    "leftover_bytes": 0,
+    "resource_limit": None,
+    "filesystem": SHM,
+    "existing_bytes": 0,
+    "kept_cpu_bytes": None,
+    "pool_holder": None,
+    "pool_problem": None,
+    "runtime_problem": None,
+    "user_problems": [],
+    "tier_problems": [],
     "pinned": True,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
@@ -50,16 +63,16 @@ HEALTHY = {
     "gpus": GPUS,
     "others": {},
     "tiers": [],
-    "port_problem": "",
+    "port_problem": None,
 }
 """A machine with one GPU and a pool of 64 GiB, as it ought to be."""
 
 
-def runtime(mode: int = 0o40750, gid: int = 990, **changes: Any) -> dict[str, RuntimeFacts]:
+def runtime(mode: int = 0o40750, gid: int = 990, **changes: Any) -> dict[str, Any]:
     """A runtime directory with this mode and group; 0 for one that is not there."""
     status = os.stat_result((mode, 0, 0, 0, 990, gid, 0, 0, 0, 0)) if mode else None
-    facts = RuntimeFacts(Path("/run/kvd"), status, group_name="kvd", writable=True)
-    return {"runtime": replace(facts, **changes)}
+    facts = replace(RuntimeFacts(Path("/run/kvd"), status, group_name="kvd"), **changes)
+    return {"runtime": facts, "daemon": facts.holder}
 
 
 def machine(**changes: Any) -> Facts:
@@ -85,19 +98,15 @@ def test_a_healthy_machine_has_nothing_but_ok() -> None:
 TWO_NODES = {"node0": 128 * GIB, "node1": 32 * GIB}
 
 
-def pool(**changes: Any) -> dict[str, Any]:
-    """Another directory for the pool."""
-    return {"pool": replace(POOL, **changes)}
-
-
 def shm(**changes: Any) -> dict[str, Any]:
     """Another filesystem for the pool."""
-    return pool(filesystem=replace(SHM, **changes))
+    return {"filesystem": replace(SHM, **changes)}
 
 
 HUGE: dict[str, Any] = {"kind": "hugetlbfs", "page_bytes": 2**21}
-KEPT = {"leftover_bytes": 64 * GIB + 2**21}
-"""What a stopped daemon's pool of 64 GiB takes."""
+KEPT = {"existing_bytes": 64 * GIB + 2**21, "kept_cpu_bytes": 64 * GIB}
+"""A pool of 64 GiB that a daemon runs with, or has left."""
+REFUSED = ConfigError("it is refused", "do something else")
 
 
 def gpus(**changes: Any) -> dict[str, Any]:
@@ -143,8 +152,15 @@ REPORT = {
     "ready": False,
     "conditions": [DOWN],
     "namespaces": [{"model": "llama", "advice": None}],
+    "pool": {"cpu_bytes": 2**30},
 }
 FULL = MachineMemory(256 * GIB, GIB)
+ADDRESS_LIMIT = ResourceLimit("RLIMIT_AS", GIB, 0, "a lane takes 1 GiB", "LimitAS=infinity")
+OTHER_SIZE = runtime(
+    holder=7,
+    report=REPORT | {"conditions": []},
+    settings={"cpu_bytes": 9, "policy": "adaptive"},
+)
 HUGE_POOL = shm(**HUGE, free_bytes=65 * GIB)
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
@@ -156,13 +172,23 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("processes", Level.FAIL, "PYTHON=", {"child_problem": "Permission denied"}),
     ("swap", Level.WARN, "1 GiB", {"swap_used": GIB}),
     ("cgroup", Level.FAIL, "memory.max", {"cgroup": MemoryLimit(Path("/g"), 9 * GIB, 0)}),
-    ("pool directory", Level.FAIL, "no such directory", pool(filesystem=None)),
-    ("pool directory", Level.FAIL, "not in memory", shm(kind="ext4")),
-    ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
+    ("pool directory", Level.FAIL, "something else", {"pool_problem": REFUSED}),
+    ("pool directory", Level.FAIL, "pid 9, uses the pool", {"pool_holder": 9}),
+    ("pool directory", Level.WARN, "not in memory", shm(kind="ext4")),
+    ("pool directory", Level.WARN, "kept pool has 32 GiB", {"kept_cpu_bytes": 32 * GIB}),
     ("pool directory", Level.FAIL, "size=65537M /dev/shm; in", shm(free_bytes=0, total_bytes=0)),
-    ("pool directory", Level.FAIL, "chmod +t /dev/shm", pool(mode=0o777)),
-    ("huge pages", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, total_bytes=0, free_bytes=0)),
+    ("pool directory", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, total_bytes=0, free_bytes=0)),
     ("open files", Level.WARN, "LimitNOFILE=4352", {"open_files": 1024}),
+    ("open files", Level.FAIL, "LimitNOFILE", {"open_files": 64}),
+    ("process limits", Level.FAIL, "LimitAS=infinity", {"resource_limit": ADDRESS_LIMIT}),
+    ("settings", Level.FAIL, "something else", {"user_problems": [REFUSED]}),
+    (
+        "settings",
+        Level.WARN,
+        "did you mean",
+        {"warnings": ["KVD_X is no setting; did you mean Y?"]},
+    ),
+    ("machine", Level.FAIL, "mount -t proc", {"has_proc": False}),
     ("NUMA", Level.WARN, "spans", {"nodes": {"node0": 32 * GIB, "node1": 32 * GIB}}),
     ("NUMA", Level.WARN, "sit at node1, where", {"nodes": TWO_NODES, "gpu_nodes": ("node1",)}),
     ("NUMA", Level.WARN, "spans", {"nodes": TWO_NODES, "gpu_nodes": ("node1", "node1", "node0")}),
@@ -174,16 +200,15 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("GPU", Level.FAIL, "-i 0000:17:00.0 -c DEFAULT", gpus(devices=(replace(H200, refusal="no"),))),
     ("GPU", Level.FAIL, "WSL", gpus(devices=(replace(H200, ipc=False, descriptors=False),))),
     ("GPU driver", Level.WARN, "12.4", gpus(cuda=12040)),
-    ("runtime directory", Level.FAIL, "/run/kvd", runtime(path=Path("/run/kvd" * 12))),
-    ("runtime directory", Level.FAIL, "no directory", runtime(0o100600)),
-    ("runtime directory", Level.FAIL, "RuntimeDirectory", runtime(0, writable=False)),
-    ("runtime directory", Level.FAIL, "chmod o-w /run/kvd", runtime(0o40777)),
+    ("runtime directory", Level.FAIL, "something else", {"runtime_problem": REFUSED}),
     ("runtime directory", Level.WARN, "users into group kvd", runtime(0o40755)),
     ("runtime directory", Level.WARN, "chgrp kvd /run/kvd", runtime(0o40755, 0)),
     ("daemon", Level.WARN, "Lane host is down", runtime(holder=7, report=REPORT)),
     ("daemon", Level.FAIL, "silent", runtime(holder=7, failure="silent")),
     ("daemon", Level.WARN, "usermod -aG kvd", runtime(holder=7, denied="usermod -aG kvd USER")),
+    ("daemon", Level.WARN, "cpu_bytes = 9 (here 64GiB)", OTHER_SIZE),
     ("other daemon", Level.WARN, "kvd serve", {"others": {9: "kvd serve"}}),
+    ("tier", Level.FAIL, "something else", {"tier_problems": [REFUSED]}),
     ("tier", Level.FAIL, "hangs", disk(hung="writing and reading a file in /var/lib/kvd")),
     ("tier", Level.FAIL, "ReadWritePaths=/var/lib/kvd/tier", disk(writable=False)),
     ("tier", Level.WARN, "cpu_bytes", disk(medium="memory", filesystem="tmpfs", direct=False)),
@@ -194,7 +219,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("tier", Level.WARN, "size=398GiB at most", disk(free=400 * GIB, existing_bytes=30 * GIB)),
     ("tier", Level.FAIL, "pip install mooncake", store(missing="No module named 'mooncake'")),
     ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
-    ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),
+    ("HTTP", Level.FAIL, "something else", {"port_problem": REFUSED}),
 ]
 
 
@@ -231,6 +256,7 @@ def test_a_fact_that_cannot_be_had_is_a_finding(fact: str, monkeypatch: pytest.M
     [
         shm(free_bytes=0)
         | runtime(holder=7, report=REPORT | {"ready": True, "conditions": []})
+        | KEPT
         | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)},
         shm(free_bytes=0)
         | KEPT

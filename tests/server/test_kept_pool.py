@@ -18,7 +18,7 @@ from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.errors import PoolError, Refusal
-from kvd.machine import memory
+from kvd.machine import directories, memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
 from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles
@@ -567,7 +567,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
+    monkeypatch.setattr(directories, "METADATA_DIR", notes)
     filesystem = Filesystem.of(huge)
     assert (filesystem.page_bytes, filesystem.free_bytes, filesystem.writable) == (
         2**21,

@@ -125,12 +125,12 @@ def disk_bytes(folder: Path) -> int:
     [
         ("var/lib", {"size": "1GiB"}, "absolute directory"),
         ("", {"size": "1GiB"}, "absolute directory"),
-        ("/d", {}, "needs a size, such as"),
+        ("/d", {}, "has no size; give one"),
         ("/d", {"size": "big"}, "size=big"),
-        ("/d", {"size": "0"}, "size=0 stores nothing"),
+        ("/d", {"size": "0"}, "size=0 leaves nothing to chunks"),
         ("/d", {"size": "1GiB", "floor": "low"}, "floor=low"),
-        ("/d", {"size": "1GiB", "threads": "0"}, "threads=0 needs 1 to 64"),
-        ("/d", {"size": "1GiB", "threads": "x"}, "threads=x needs 1 to 64"),
+        ("/d", {"size": "1GiB", "threads": "0"}, "threads=0 is out of range; give 1 to 64"),
+        ("/d", {"size": "1GiB", "threads": "x"}, "threads=x is out of range"),
         ("/d", {"size": "1GiB", "colour": "red"}, "colour is no option"),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_chunk_that_finds_no_room(
     disks: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is FULL and no file is left; a size below one chunk is a warning with the remedy."""
-    small = disks.open("64KiB")
+    small = disks.open("256KiB")
     space = begun(small, space_of(MIB))
     assert small.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
     assert "set a larger size" in caplog.text

@@ -165,14 +165,18 @@ class TestCluster:
     ("target", "values", "needle"),
     [
         ("10.0.0.1:50051", {}, "mooncake takes no target; give mooncake:master=HOST:PORT"),
-        ("", {}, "master is required: HOST:PORT of mooncake_master"),
-        ("", {"master": "10.0.0.1"}, "master=10.0.0.1: master is required: HOST:PORT"),
-        ("", {"master": "m:0"}, "master=m:0: master is required"),
+        ("", {}, "mooncake has no master; give host and port of mooncake_master"),
+        ("", {"master": "10.0.0.1"}, "master=10.0.0.1 is no HOST:PORT; give host and port"),
+        ("", {"master": "m:0"}, "master=m:0 is no HOST:PORT"),
         ("", {"master": "m:1", "size": "1GiB"}, "size=1GiB: the cluster's stores decide"),
-        ("", {"master": "m:1", "protocol": "nvlink"}, "protocol=nvlink is none of tcp, rdma"),
+        (
+            "",
+            {"master": "m:1", "protocol": "nvlink"},
+            "protocol=nvlink is unknown; use one of tcp, rdma",
+        ),
         ("", {"master": "m:1", "devices": "mlx5_0"}, "devices=mlx5_0 needs protocol=rdma"),
         ("", {"master": "m:1", "segment": "much"}, "segment=much"),
-        ("", {"master": "m:1", "colour": "red"}, "unknown option colour; known: master, "),
+        ("", {"master": "m:1", "colour": "red"}, "unknown option colour; known are master, "),
     ],
 )
 def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from kvd.config.values import size_option
 from kvd.errors import ConfigError, TierError
+from kvd.machine.directories import check_directory
 from kvd.machine.memory import Shortage, size_as_setting
-from kvd.machine.process import mode_problem
 from kvd.tier.contract import BackendOptions
-from kvd_proto.errors import SizeError
-from kvd_proto.text import format_size, parse_size
+from kvd.tier.disk.slabs import ALIGNMENT, HEADER_BYTES
+from kvd_proto.text import format_size
 
 THREADS = 4
 MAX_THREADS = 64
@@ -44,6 +45,9 @@ MAX_SALTS = 1024
 SALTS_BYTES = 2 * 60 * 1024
 """Limit for the table of salts: the file, and its successor while that is written."""
 _SALTS_VERSION = 1
+OWN_BYTES = _MARK_BYTES + SALTS_BYTES
+MIN_BYTES = OWN_BYTES + HEADER_BYTES + 2 * ALIGNMENT
+"""Of the budget: the tier's own files, and a slab of one slot with its index."""
 _OTHER_NAMES = {MARK, SALTS, f"{SALTS}.new"}
 _log = logging.getLogger(__name__)
 
@@ -73,27 +77,31 @@ class DiskOptions:
         """
         if not options.target.startswith("/"):
             raise ConfigError(
-                f"disk:{options.target}: give an absolute directory, such as disk:/var/lib/kvd"
+                f"disk:{options.target} is no absolute directory",
+                "give one, such as disk:/var/lib/kvd",
             )
         directory = Path(os.path.normpath(options.target))
         for key in options.values:
             if key not in _OPTIONS:
                 raise ConfigError(
-                    f"disk:{directory}: {key} is no option of a disk; there are"
-                    f" {', '.join(_OPTIONS)}"
+                    f"disk:{directory}: {key} is no option of a disk",
+                    f"there are {', '.join(_OPTIONS)}",
                 )
         if "size" not in options.values:
-            raise ConfigError(f"disk:{directory} needs a size, such as size=500GiB")
-        size = _size(directory, "size", options.values["size"])
-        if not size:
+            raise ConfigError(f"disk:{directory} has no size", "give one, such as size=500GiB")
+        name = f"disk:{directory}"
+        size = size_option(name, "size", options.values["size"])
+        if size < MIN_BYTES:
             raise ConfigError(
-                f"disk:{directory}: size=0 stores nothing; set a size, or remove the tier"
+                f"{name}: size={options.values['size']} leaves nothing to chunks, since the tier's"
+                f" own files take {format_size(OWN_BYTES)}",
+                "give a size such as 500GiB, or remove the tier",
             )
         floor = options.values.get("floor")
         return cls(
             directory,
             size,
-            None if floor is None else _size(directory, "floor", floor),
+            None if floor is None else size_option(name, "floor", floor),
             _threads(directory, options.values.get("threads", str(THREADS))),
         )
 
@@ -121,16 +129,11 @@ class DiskOptions:
         )
 
 
-def _size(directory: Path, key: str, value: str) -> int:
-    try:
-        return parse_size(value)
-    except SizeError as error:
-        raise ConfigError(f"disk:{directory}: {key}={value}: {error}") from error
-
-
 def _threads(directory: Path, value: str) -> int:
     if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= MAX_THREADS:
-        raise ConfigError(f"disk:{directory}: threads={value} needs 1 to {MAX_THREADS}")
+        raise ConfigError(
+            f"disk:{directory}: threads={value} is out of range", f"give 1 to {MAX_THREADS}"
+        )
     return int(value)
 
 
@@ -225,7 +228,7 @@ class DiskDirectory:
         """Return an upper bound for kvd's other files: mark, table of salts, damaged files."""
         names = [name for name in self._names() if name.endswith(_DAMAGED)]
         blocks = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
-        return _MARK_BYTES + SALTS_BYTES + 512 * sum(blocks)
+        return OWN_BYTES + 512 * sum(blocks)
 
     def filesystem_bytes(self) -> tuple[int, int]:
         """Return the size of the file system, and its bytes free for this user.
@@ -342,9 +345,10 @@ def _is_own_name(name: str) -> bool:
 def _open(path: Path) -> int:
     """Open the directory; create its last component only, not to write below a missing mount."""
     parent = path.parent
-    problem = mode_problem(parent, parent.stat().st_mode)
-    if problem:
-        raise TierError(f"disk:{path}: its directory {parent}: {problem}")
+    try:
+        check_directory(f"disk:{path}: its directory", parent)
+    except ConfigError as error:
+        raise TierError(error.text, error.remedy) from error
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=_MODE)
     status = path.lstat()
