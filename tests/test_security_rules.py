@@ -125,8 +125,9 @@ CUDA lanes: test_the_number_of_lanes_is_bounded
 evictions under way: test_too_many_sweeps_at_a_time_are_refused
 repeated log lines: test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted
 a turn of the broker: test_a_client_that_sends_much_waits_for_one_that_sends_little
-    test_a_ping_is_answered_while_a_long_job_runs test_engines_take_turns_piece_by_piece
     test_a_turn_ends_when_its_time_is_up
+    test_a_ping_is_answered_while_a_long_job_runs
+    test_engines_take_turns_by_bytes test_every_engine_and_urgency_gets_its_floor
     test_a_reset_is_answered_at_once_and_swept_in_pieces
 questions: test_a_crowd_that_asks_all_the_time_gets_one_report_at_a_time
     test_a_report_shows_what_was_changed_before_it_was_asked_for

@@ -197,8 +197,8 @@ class LaneService:
         Storing without a pause would delay processes that share the CPU, above all engines that
         load.
         """
-        stores_only = self._runner.last_direction is Direction.STORE  # no load could move
-        if not stores_only or time.monotonic() - last_pause < PAUSE_EVERY_SECONDS:
+        stored = self._runner.last_direction is Direction.STORE
+        if not stored or time.monotonic() - last_pause < PAUSE_EVERY_SECONDS:
             return last_pause
         time.sleep(PAUSE_SECONDS)
         return time.monotonic()

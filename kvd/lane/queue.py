@@ -1,16 +1,22 @@
 """The order of jobs: a pure data structure, without clocks, sockets or memory.
 
-In a lane, loads that a worker waits for come first: its engine stands still. Then come stores that
-a worker waits for, and other loads; then the other stores. Engines take turns, piece by piece:
-after a piece of one engine's job come the other engines, so an engine that waits for all its stores
-delays only its own loads. Within an engine, stores that are waited for come before loads; otherwise
-the queue is first in, first out, with two exceptions:
+1. **Urgency.** Loads that a worker waits for come first: its engine stands still. Then come stores
+   that a worker waits for and other loads, which share by bytes, as much for each engine. The other
+   stores come last.
+2. **Floor.** Nothing starves: an urgency's next piece is due once the others have moved
+   `FLOOR_PART - 1` times the bytes of its last one, and then comes before more urgent jobs. So each
+   gets at least 1 / `FLOOR_PART` of the bytes while it has jobs that may move, and loads that are
+   waited for keep the rest. Unused turns are not saved.
+3. **Engines** of one urgency share by bytes, however large their pieces are and however many jobs
+   they have (start-time fair queueing): next is the engine that has moved the fewest bytes. An
+   engine that had nothing to move starts level with the one that moved last.
+4. **Within an engine and urgency** the queue is first in, first out, but a worker whose timeline is
+   behind does not delay the engine's other workers. Its own jobs of one urgency do wait for each
+   other, since a timeline only grows. So only jobs of one worker and urgency start in the order of
+   their arrival.
 
-- A worker whose timeline is behind does not delay the engine's other workers. Its own jobs of one
-  urgency and direction do wait for each other, since a timeline only grows.
-- Loads and stores do not delay each other, since the device may have room for one of the two only.
-
-So only jobs of one worker, urgency and direction start in the order of their arrival.
+The device may have room for loads or stores only: then the other direction's urgencies neither
+delay a job nor come nearer to their floor.
 
 Limits, per engine: the number and the bytes of jobs that have not started. Above them the oldest
 store that is not waited for is shed. A load is refused only if the loads alone fill the queue. A
@@ -25,6 +31,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kvd.errors import IntegrityError
 
+FLOOR_PART = 24
+"""Three urgencies yield to loads that are waited for, which so keep seven eighths at least."""
+
 
 class Urgency(IntEnum):
     """Urgency of jobs, the most urgent first."""
@@ -33,6 +42,11 @@ class Urgency(IntEnum):
     AWAITED_STORE = 1
     LOAD = 2
     STORE = 3
+
+
+_LOADS = (Urgency.AWAITED_LOAD, Urgency.LOAD)
+_STORES = (Urgency.AWAITED_STORE, Urgency.STORE)
+_LOADS_AHEAD = (*_LOADS, *_STORES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +74,19 @@ class QueuedJob:
 
 
 J = TypeVar("J", bound=QueuedJob)
-_Line = OrderedDict[J, None]
-_LineKey: TypeAlias = tuple[Hashable, bool]
-"""A worker, and whether the line is of its loads or of its stores."""
-_CLASSES = ((Urgency.AWAITED_LOAD,), (Urgency.AWAITED_STORE, Urgency.LOAD), (Urgency.STORE,))
-"""Priority classes; within one, engines take turns."""
-_CLASS_OF = {urgency: number for number, members in enumerate(_CLASSES) for urgency in members}
+_Line: TypeAlias = OrderedDict[J, None]
 
 
 @dataclass(slots=True)
 class _EngineQueue(Generic[J]):
-    """One engine's jobs, in lines by urgency, worker and direction.
+    """One engine's jobs, in lines by urgency and worker.
 
     The counts are of jobs that have not started.
     """
 
-    lines: tuple[dict[_LineKey, _Line[J]], ...] = field(default_factory=lambda: ({}, {}, {}, {}))
+    lines: tuple[dict[Hashable, _Line[J]], ...] = field(
+        default_factory=lambda: tuple({} for _ in Urgency)
+    )
     num_jobs: int = 0
     nbytes: int = 0
     num_loads: int = 0
@@ -88,24 +99,12 @@ class _EngineQueue(Generic[J]):
             self.num_loads += sign
             self.load_bytes += sign * job.nbytes
 
-    def heads(self, urgency: Urgency, loads: bool, stores: bool) -> list[J]:
-        """Return the first job of each line of these directions, the oldest first."""
-        heads = [
-            next(iter(line))
-            for (_, load), line in self.lines[urgency].items()
-            if (loads if load else stores)
-        ]
+    def heads(self, urgency: Urgency) -> list[J]:
+        """Return the first job of each line, the oldest first."""
+        heads = [next(iter(line)) for line in self.lines[urgency].values()]
         if len(heads) > 1:
             heads.sort(key=_by_order)
         return heads
-
-    def has_jobs(self, load: bool, above: Urgency | None = None) -> bool:
-        """Return whether there is a load (or store), more urgent than `above` if that is given."""
-        for lines in self.lines[:above]:
-            for _, line_load in lines:
-                if line_load == load:
-                    return True
-        return False
 
     def oldest_store(self) -> J | None:
         """Return the oldest store that is not waited for and has not started."""
@@ -113,9 +112,31 @@ class _EngineQueue(Generic[J]):
         heads = (next((job for job in line if not job.started), None) for line in lines)
         return min((job for job in heads if job is not None), key=_by_order, default=None)
 
-    def has_class(self, number: int) -> bool:
-        """Return whether there are jobs of a priority class."""
-        return any(self.lines[urgency] for urgency in _CLASSES[number])
+
+class _Turns:
+    """The turns of the engines that have jobs of one urgency, by bytes.
+
+    An engine's tag is the position, in bytes, at which its next piece begins. `clock` is the tag of
+    the piece that moved last; engines behind it had nothing to move, and lose that lead.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[Hashable, None] = {}
+        self._tags: dict[Hashable, int] = {}  # those above `clock`, also of engines without jobs
+        self._clock = 0
+
+    def order(self) -> list[Hashable]:
+        """Return the engines with jobs, the next one first."""
+        return sorted(self.engines, key=self._tag)
+
+    def count(self, engine: Hashable, nbytes: int) -> None:
+        """Count a piece that an engine moves."""
+        self._clock = self._tag(engine)
+        self._tags = {other: tag for other, tag in self._tags.items() if tag > self._clock}
+        self._tags[engine] = self._clock + nbytes
+
+    def _tag(self, engine: Hashable) -> int:
+        return max(self._tags.get(engine, 0), self._clock)
 
 
 class JobQueue(Generic[J]):
@@ -125,10 +146,14 @@ class JobQueue(Generic[J]):
         self._limits = limits or QueueLimits()
         self._jobs: set[J] = set()
         self._engines: dict[Hashable, _EngineQueue[J]] = {}
-        self._turns: tuple[OrderedDict[Hashable, None], ...] = tuple(
-            OrderedDict() for _ in _CLASSES
-        )
+        self._turns = tuple(_Turns() for _ in Urgency)
         self._next_order = 0
+        self._with_room: list[Urgency] = []  # at the last call of `next`
+        # Bytes that others may move before an urgency's next piece is due.
+        self._until_due = [0 for _ in Urgency]
+        # Bytes by which stores that are waited for are ahead of loads that are not; of each, times
+        # the number of engines that have jobs of the other urgency.
+        self._lead = 0
 
     def push(self, job: J) -> list[J]:
         """Queue a job; return the jobs shed for it, which may be `job` itself.
@@ -159,35 +184,46 @@ class JobQueue(Generic[J]):
     ) -> J | None:
         """Return the job whose next transfer is submitted now; None if no job may move.
 
-        The job's engine takes its next turn last.
+        Call `count_moved` with the bytes of that transfer before the next call.
 
         Args:
-            may_start: whether a job may start; called at most once per worker, urgency and
-                direction.
+            may_start: whether a job may start; called at most once per worker and urgency.
             loads: whether the device has room for a load's transfer.
             stores: whether the device has room for a store's transfer.
         """
-        for urgencies, turns in zip(_CLASSES, self._turns, strict=True):
-            for number in turns:
-                engine = self._engines[number]
-                for urgency in urgencies:
-                    if not engine.lines[urgency]:
-                        continue
-                    for job in engine.heads(urgency, loads, stores):
-                        if job.started or may_start(job):
-                            turns.move_to_end(number)
-                            return job
+        ranked = _LOADS_AHEAD if self._lead > 0 else Urgency
+        self._with_room = [u for u in ranked if (loads if u in _LOADS else stores)]
+        for urgency in sorted(self._with_room, key=lambda u: self._until_due[u] > 0):
+            for number in self._turns[urgency].order():
+                for job in self._engines[number].heads(urgency):
+                    if job.started or may_start(job):
+                        return job
+            self._until_due[urgency] = max(self._until_due[urgency], 0)  # saves no turns
         return None
+
+    def count_moved(self, job: J, nbytes: int) -> None:
+        """Count a transfer of the job that `next` has returned."""
+        urgency, until_due = job.urgency, self._until_due
+        for other in self._with_room:
+            until_due[other] -= nbytes
+        until_due[urgency] = min(until_due[urgency] + nbytes, 0) + (FLOOR_PART - 1) * nbytes
+        if urgency is Urgency.AWAITED_STORE:
+            self._lead = min(self._lead, 0) + nbytes * len(self._turns[Urgency.LOAD].engines)
+        elif urgency is Urgency.LOAD:
+            engines = self._turns[Urgency.AWAITED_STORE].engines
+            self._lead = max(self._lead, 0) - nbytes * len(engines)
+        self._turns[urgency].count(job.engine, nbytes)
 
     def is_contended(self, job: J) -> bool:
         """Return whether other jobs wait for the direction of this queued job.
 
         Jobs of other engines count, and more urgent ones of its own engine.
         """
-        for number, engine in self._engines.items():
-            if engine.has_jobs(job.load, job.urgency if number == job.engine else None):
-                return True
-        return False
+        return any(
+            engine != job.engine or urgency < job.urgency
+            for urgency in (_LOADS if job.load else _STORES)
+            for engine in self._turns[urgency].engines
+        )
 
     def start(self, job: J) -> None:
         """Mark a job as started: it no longer counts against the limits, and is never shed."""
@@ -196,10 +232,7 @@ class JobQueue(Generic[J]):
             self._engines[job.engine].count(job, -1)
 
     def prioritize(self, job: J) -> None:
-        """Put a load that a worker waits for before all jobs but such loads.
-
-        A store that is waited for comes before its engine's other jobs, except such loads.
-        """
+        """Raise the urgency of a job that a worker waits for."""
         urgency = Urgency.AWAITED_LOAD if job.load else Urgency.AWAITED_STORE
         if job in self._jobs and job.urgency is not urgency:
             self._unlink(job)
@@ -249,25 +282,25 @@ class JobQueue(Generic[J]):
             listed = {
                 job
                 for urgency, lines in zip(Urgency, engine.lines, strict=True)
-                for key, line in lines.items()
+                for worker, line in lines.items()
                 for job in line
-                if (job.urgency, _line_key(job)) == (urgency, key)
+                if (job.urgency, job.worker) == (urgency, worker)
             }
             if not jobs or listed != jobs:
                 raise IntegrityError(f"the queue lists other jobs of engine {number} than it has")
         if {job.engine for job in self._jobs} - self._engines.keys():
             raise IntegrityError("the queue has jobs of an engine that it does not list")
-        for number, turns in enumerate(self._turns):
-            if set(turns) != {e for e, queue in self._engines.items() if queue.has_class(number)}:
-                raise IntegrityError(f"the engines {list(turns)} take turns in class {number}")
+        for urgency, turns in zip(Urgency, self._turns, strict=True):
+            if set(turns.engines) != {e for e, q in self._engines.items() if q.lines[urgency]}:
+                raise IntegrityError(f"the engines {turns.engines} take turns in {urgency!r}")
 
     def _exceeds(self, num_jobs: int, nbytes: int) -> bool:
         return num_jobs > self._limits.jobs or nbytes > self._limits.nbytes
 
     def _insert(self, job: J) -> None:
-        self._turns[_CLASS_OF[job.urgency]].setdefault(job.engine)
+        self._turns[job.urgency].engines.setdefault(job.engine)
         lines = self._engines[job.engine].lines[job.urgency]
-        line = lines.setdefault(_line_key(job), OrderedDict())
+        line = lines.setdefault(job.worker, OrderedDict())
         # A job that is prioritized late may be older than those prioritized before it.
         younger: list[J] = []
         if line and next(reversed(line)).order > job.order:
@@ -277,18 +310,13 @@ class JobQueue(Generic[J]):
             line.move_to_end(other)
 
     def _unlink(self, job: J) -> None:
-        engine, number = self._engines[job.engine], _CLASS_OF[job.urgency]
-        lines, key = engine.lines[job.urgency], _line_key(job)
-        line = lines[key]
+        lines = self._engines[job.engine].lines[job.urgency]
+        line = lines[job.worker]
         del line[job]
         if not line:
-            del lines[key]
-        if not engine.has_class(number):
-            del self._turns[number][job.engine]
-
-
-def _line_key(job: QueuedJob) -> _LineKey:
-    return job.worker, job.load
+            del lines[job.worker]
+        if not lines:
+            del self._turns[job.urgency].engines[job.engine]
 
 
 def _by_order(job: QueuedJob) -> int:

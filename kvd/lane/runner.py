@@ -259,6 +259,7 @@ class Runner:
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
+        self._queue.count_moved(job, nbytes)
         self.last_direction = direction
         job.num_submitted = end
         job.transfers_in_flight += 1

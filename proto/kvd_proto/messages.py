@@ -470,7 +470,8 @@ class Cancel(Message, frozen=True):
 class Wait(Message, frozen=True):
     """Give these jobs priority; the reply comes when all of them have ended.
 
-    Such loads come before all other jobs, such stores before their engine's other jobs.
+    Such loads come before all other jobs, which keep an eighth of the bytes; such stores take
+    turns with all engines' other loads.
 
     jobs: their numbers; those of ended or unknown jobs are ignored.
     """

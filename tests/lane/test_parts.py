@@ -1,21 +1,18 @@
-"""Pure parts of a lane: the order of jobs, their runs, and which of their chunks are not theirs."""
+"""Pure parts of a lane: the runs of jobs, and which of their chunks are not theirs."""
 
 import itertools
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvd.lane import jobs, reports
 from kvd.lane.cuda.copies import PoolSide, prepare
 from kvd.lane.device import PreparedRuns
-from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits, Urgency
 from kvd.lane.workers import Binding, Bindings
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
@@ -24,119 +21,6 @@ from kvd_proto.jobs import Chunks, JobBlocks
 from kvd_proto.layout import RankLayout
 from tests.lane.support import SLOTS, Directory, bind_message
 from tests.layouts import flat_layout
-
-
-def test_engines_take_turns_piece_by_piece() -> None:
-    """An engine with a long job leaves every other piece to its neighbour."""
-    queue = JobQueue[QueuedJob]()
-    pair = [QueuedJob(engine=engine, worker=engine, load=True, nbytes=1) for engine in (1, 2)]
-    for job in pair:
-        queue.push(job)
-    assert [queue.next(bool) for _ in range(4)] == [*pair, *pair]
-
-
-@dataclass
-class Expected:
-    """What the queue is to know of a job."""
-
-    urgency: Urgency
-    started: bool = False
-
-
-class QueueMachine(RuleBasedStateMachine):
-    """The queue against a dict of jobs that is searched from front to back."""
-
-    @initialize(num_jobs=st.integers(1, 9), nbytes=st.integers(10, 150))
-    def make(self, num_jobs: int, nbytes: int) -> None:
-        """An empty queue with small bounds."""
-        self.limits = QueueLimits(num_jobs, nbytes)
-        self.queue = JobQueue[QueuedJob](self.limits)
-        self.model: dict[QueuedJob, Expected] = {}
-        self.blocked: set[QueuedJob] = set()
-
-    @rule(
-        engine=st.integers(0, 1), worker=st.integers(0, 1), load=st.booleans(), n=st.integers(1, 30)
-    )
-    def push(self, engine: int, worker: int, load: bool, n: int) -> None:
-        """Whatever is shed is a store, or the load itself; the bounds hold afterwards."""
-        job = QueuedJob(engine=engine, worker=(engine, worker), load=load, nbytes=n)
-        self.model[job] = Expected(Urgency.LOAD if load else Urgency.STORE)
-        for shed in self.queue.push(job):
-            expected = self.model.pop(shed)
-            assert not expected.started
-            assert expected.urgency is Urgency.STORE or shed is job
-            assert shed.engine == engine
-        waiting = [
-            job for job, known in self.model.items() if job.engine == engine and not known.started
-        ]
-        if len(waiting) > 1 and any(self.model[job].urgency is Urgency.STORE for job in waiting):
-            assert len(waiting) <= self.limits.jobs
-            assert sum(job.nbytes for job in waiting) <= self.limits.nbytes
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), action=st.sampled_from(["prioritize", "remove", "block", "unblock"]))
-    def touch(self, data: st.DataObject, action: str) -> None:
-        """Prioritize, remove, block or unblock any job."""
-        job = data.draw(st.sampled_from(list(self.model)))
-        if action == "prioritize":
-            self.queue.prioritize(job)
-            self.model[job].urgency = Urgency.AWAITED_LOAD if job.load else Urgency.AWAITED_STORE
-        elif action == "remove":
-            self.queue.remove(job)
-            del self.model[job]
-        elif action == "block":
-            self.blocked.add(job)
-        else:
-            self.blocked.discard(job)
-
-    @rule(room=st.sampled_from(["loads and stores", "loads and stores", "loads", "stores", ""]))
-    def take(self, room: str) -> None:
-        """The next job is its engine's most urgent and oldest for which there is room.
-
-        A load that is waited for comes before every other job. A store that nobody waits for comes
-        only where nothing else can move.
-        """
-        loads, stores = "loads" in room, "stores" in room
-        heads: dict[tuple[object, ...], QueuedJob] = {}
-        for job, known in self.model.items():  # the oldest first
-            heads.setdefault((known.urgency, job.worker, job.load), job)
-        able = [
-            job
-            for job in heads.values()
-            if (loads if job.load else stores)
-            and (self.model[job].started or job not in self.blocked)
-        ]
-        taken = self.queue.next(lambda job: job not in self.blocked, loads=loads, stores=stores)
-        if taken is None:
-            assert not able
-            return
-        assert taken in able
-        urgency = self.model[taken].urgency
-        stores_only = all(self.model[other].urgency is Urgency.STORE for other in able)
-        assert (urgency is Urgency.STORE) == stores_only
-        awaited = any(self.model[other].urgency is Urgency.AWAITED_LOAD for other in able)
-        assert (urgency is Urgency.AWAITED_LOAD) == awaited
-        age = list(self.model).index
-        rivals = [other for other in able if other.engine == taken.engine]
-        assert taken is min(rivals, key=lambda other: (self.model[other].urgency, age(other)))
-        assert self.queue.is_contended(taken) == any(
-            other.engine != taken.engine or known.urgency < urgency
-            for other, known in self.model.items()
-            if other.load == taken.load
-        )
-        self.queue.start(taken)
-        self.model[taken].started = True
-
-    @invariant()
-    def agrees(self) -> None:
-        """The same jobs, and every count right."""
-        self.queue.check_integrity()
-        assert set(self.queue) == set(self.model)
-
-
-TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-
 
 NUM_BLOCKS = 24
 

@@ -19,7 +19,7 @@ from kvd.errors import LaneError
 from kvd.lane.device import CompletedTransfer, Direction, Transfer
 from kvd.lane.host_device import HostDevice, HostRuns
 from kvd.lane.orders import OrderHandler, RequestHandler
-from kvd.lane.queue import QueueLimits
+from kvd.lane.queue import FLOOR_PART, QueueLimits
 from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Bindings, LaneWorker, WorkerTable
@@ -139,7 +139,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench) -> None:
-    """Alone a job is given in bulk; beside another engine's in turns of a short piece each."""
+    """Alone a job is given in bulk; beside another engine's in short pieces, each as many bytes."""
     bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
     bench.device.width = 1
     one, other = bench.worker(), bench.worker(8)
@@ -147,7 +147,7 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
     bench.directory.set([3], SlotState.WRITING, owner=8)
     bench.submit(one, make_job(Load, 1, range(1, 9), range(4, 12)))
     bench.runner.run_once()
-    bench.submit(other, make_job(Load, 1, [1, 2], [4, 5]))
+    bench.submit(other, make_job(Load, 1, range(1, 7), range(4, 10)))
     bench.submit(other, make_job(Store, 2, [3], [3]))
     given = []
     while bench.device.flying:
@@ -157,8 +157,31 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
         bench.runner.run_once()
         bench.runner.run_once()
     load, store = Direction.LOAD, Direction.STORE
-    assert given[:3] == [(True, load, 4), (True, load, 1), (False, load, 1)]
-    assert given[3:] == [(True, load, 1), (False, load, 1), (True, load, 2), (False, store, 1)]
+    load, store = Direction.LOAD, Direction.STORE
+    assert given[:2] == [(True, load, 4), (False, store, 1)]
+    assert given[2:6] == [(False, load, 1)] * 4  # as many as the other engine had before
+    assert given[6:] == [*[(True, load, 1), (False, load, 1)] * 2, (True, load, 2)]
+
+
+def test_a_store_moves_beside_loads_that_are_waited_for_without_end(bench: Bench) -> None:
+    """Its pieces take turns with another engine's loads, a fixed part of the bytes."""
+    bench.device.width = 1
+    loading, storing = bench.worker(), bench.worker(8)
+    bench.directory.set(range(4, SLOTS), SlotState.READY, count=1)
+    bench.directory.set(range(3), SlotState.WRITING, owner=8)
+    bench.submit(storing, make_job(Store, 0, [1, 2, 3], [0, 1, 2]))
+    given: list[Direction] = []
+    for number in range(1, 3 * FLOOR_PART):
+        bench.submit(loading, make_job(Load, number, [1], [4]))
+        for job in bench.runner.jobs_of(loading):
+            bench.runner.prioritize(job)
+        bench.runner.run_once()
+        given.append(bench.device.flying[0].direction)
+        bench.device.land()
+        bench.runner.run_once()
+    stored = [turn for turn, direction in enumerate(given) if direction is Direction.STORE]
+    assert stored == [1, FLOOR_PART, 2 * FLOOR_PART]
+    assert (0, JobStatus.OK) in bench.ended()
 
 
 def test_layers_are_reported_when_all_their_bytes_are_in() -> None:
