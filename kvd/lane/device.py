@@ -16,20 +16,8 @@ tests/lane/device_contract.py checks for every backend:
   another process.
 - `release_memory` is legal only when nothing is in flight on that memory.
 - Mapping checks every size against the promised one, so no later access leaves a mapping.
-
-Pretouch: backends put pages into this process's page table before jobs need them. A page that a
-copy touches first costs several microseconds: the first pass over a new pool was ten times slower
-than the second, the first load into a worker's block four times slower than the next (measured on a
-virtual machine). Reading is a cheaper first touch than writing, since it maps neighbours too. Of
-the pool, only bytes that the broker has allocated (in `FillOrder`) are touched, so a full file
-system is the broker's error and never a SIGBUS here. Of a worker's memory, only pages that are
-present are touched: others would be allocated and charged to this process.
 """
 
-import ctypes
-import mmap
-import os
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -40,7 +28,6 @@ from typing import Any, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
@@ -250,95 +237,3 @@ class Device(ABC):
         Raises:
             LaneError: transfers are in flight.
         """
-
-
-_PAGE = 4096
-_STEP = 16 * 2**20
-_SHORT_STEP = 2 * 2**20  # `stop` waits for one
-_WAIT_SECONDS = 0.01
-
-
-def touch_pages(mapping: memoryview, begin: int, end: int, stop: threading.Event) -> bool:
-    """Read one byte of every page in bytes begin..end - 1; return False if `stop` was set first."""
-    content = np.frombuffer(mapping, np.uint8)
-    for offset in range(begin, end, _STEP):
-        if stop.is_set():
-            return False
-        np.bitwise_or.reduce(content[offset : min(offset + _STEP, end) : _PAGE])  # frees the GIL
-    return True
-
-
-class PoolPretouch:
-    """A thread that reads one byte of every page of the pool, as the pool is allocated.
-
-    `mapping` is in use until `stop` has returned. The broker allocates the file `fd`, which stays
-    the caller's, in the order of `fill`.
-    """
-
-    def __init__(self, mapping: memoryview, fd: int, fill: FillOrder) -> None:
-        self._mapping = mapping
-        self._fill = fill
-        self._fd = os.dup(fd)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvd-pretouch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        touched = 0  # bytes
-        for piece in self._fill.order:
-            begin, end = self._fill.span(piece)
-            skipped = touched - begin
-            while begin < end:
-                if self._stop.is_set():
-                    return
-                allocated = os.fstat(self._fd).st_blocks * 512 - skipped
-                until = min(end, allocated, begin + _STEP)
-                if until <= begin:
-                    self._stop.wait(_WAIT_SECONDS)
-                    continue
-                touch_pages(self._mapping, begin, until, self._stop)
-                touched += until - begin
-                begin = until
-
-    def stop(self) -> None:
-        """End the thread and release the mapping. May be called again."""
-        self._stop.set()
-        self._thread.join()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class MemoryPretouch:
-    """A thread that reads one byte of every page that a worker's memory already has.
-
-    `mappings` are in use until `stop` has returned or `thread` has ended.
-    """
-
-    def __init__(self, mappings: Sequence[memoryview]) -> None:
-        self._stop = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(mappings,), name="kvd-pretouch-memory", daemon=True
-        )
-        self.thread.start()
-
-    def _run(self, mappings: Sequence[memoryview]) -> None:
-        mincore = ctypes.CDLL(None).mincore
-        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        present = np.empty(_SHORT_STEP // _PAGE, np.uint8)
-        untouched = np.frombuffer(mmap.mmap(-1, _PAGE), np.uint8)
-        if mincore(untouched.ctypes.data, _PAGE, present.ctypes.data) or present[0] & 1:
-            return  # gVisor's says that all pages are present
-        for mapping in mappings:
-            content = np.frombuffer(mapping, np.uint8)
-            for begin in range(0, len(content), _SHORT_STEP):
-                step = content[begin : begin + _SHORT_STEP]
-                if self._stop.is_set() or mincore(step.ctypes.data, len(step), present.ctypes.data):
-                    return
-                page_starts = step[::_PAGE]
-                page_starts[(present[: len(page_starts)] & 1).nonzero()[0]].any()
-
-    def stop(self) -> None:
-        """End the thread and release the mappings. May be called again."""
-        self._stop.set()
-        self.thread.join()

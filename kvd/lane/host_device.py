@@ -11,7 +11,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import (
@@ -21,17 +23,22 @@ from kvd.lane.device import (
     Direction,
     Ends,
     MemoryId,
-    MemoryPretouch,
-    PoolPretouch,
     PreparedRuns,
     Transfer,
 )
+from kvd.lane.pretouch import MemoryPretouch, PoolPretouch
 from kvd.machine.process import map_pool, sealed_size
 from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, HostHandle
 
 STORE_PIECE_BYTES = 2 * 2**20
+BUSY_NS = 5_000_000
+"""Time after a transfer during which the device counts as busy: more may follow."""
+
+
+_Range: TypeAlias = tuple[int, int]
+"""Bytes of a memory file: the first one, and the one after the last."""
 
 
 class HostRuns(PreparedRuns):
@@ -67,9 +74,12 @@ class HostDevice(Device):
     def __init__(self, pool_fd: int, pool_bytes: int) -> None:
         self._pool = map_pool(pool_fd, pool_bytes)
         fill = FillOrder.of(pool_bytes, os.fstat(pool_fd).st_blksize)
-        self._pretouch = PoolPretouch(self._pool, pool_fd, fill)
+        self._pool_pretouch = PoolPretouch(self._pool, pool_fd, fill)
+        self._moved_ns = 0  # when the last transfer ended
+        self._memory_pretouch = MemoryPretouch(
+            lambda: time.perf_counter_ns() - self._moved_ns < BUSY_NS
+        )
         self._memories: dict[MemoryId, list[memoryview]] = {}
-        self._pretouches: dict[MemoryId, MemoryPretouch] = {}
         self._last_id = 0
         self._queue: deque[tuple[Transfer, HostRuns]] = deque()
 
@@ -81,29 +91,27 @@ class HostDevice(Device):
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
     ) -> MemoryId:
-        """See Device. A descriptor is mapped once, however many storages lie in it."""
-        mapped: dict[int, memoryview] = {}
+        """See Device. Of each descriptor, one mapping spans all storages in it and no more."""
         storages = []
+        by_descriptor: dict[int, list[_Range]] = {}
         for handle, size in zip(handles, sizes, strict=True):
             if not isinstance(handle, HostHandle):
                 raise ImportFailed(
                     f"{type(handle).__name__} is device memory; this is the host lane"
                 )
-            if handle.fd_index not in mapped:
-                mapped[handle.fd_index] = _map(
-                    descriptors[handle.fd_index], f"descriptor {handle.fd_index}"
-                )
-            mapping = mapped[handle.fd_index]
-            if handle.offset + size > len(mapping):
-                raise ImportFailed(
-                    f"{size} bytes from offset {handle.offset} do not lie inside"
-                    f" descriptor {handle.fd_index} of {len(mapping)} bytes"
-                )
-            storages.append(mapping[handle.offset : handle.offset + size])
+            storage = handle.offset, handle.offset + size
+            storages.append((handle.fd_index, storage))
+            by_descriptor.setdefault(handle.fd_index, []).append(storage)
+        mappings = {
+            fd_index: _Mapping.of(descriptors[fd_index], f"descriptor {fd_index}", ranges)
+            for fd_index, ranges in by_descriptor.items()
+        }
         self._last_id += 1
         memory = MemoryId(self._last_id)
-        self._memories[memory] = storages
-        self._pretouches[memory] = MemoryPretouch(tuple(mapped.values()))
+        self._memories[memory] = [mappings[index].view(storage) for index, storage in storages]
+        for fd_index, mapping in mappings.items():
+            fd = descriptors[fd_index]
+            self._memory_pretouch.add(memory, fd, mapping.begin, mapping.content)
         return memory
 
     def release_memory(self, memory: MemoryId) -> None:
@@ -112,7 +120,7 @@ class HostDevice(Device):
             raise LaneError(f"memory {memory} is not mapped")
         if any(transfer.memory == memory for transfer, _ in self._queue):
             raise LaneError(f"transfers are in flight on memory {memory}")
-        self._pretouches.pop(memory).stop()
+        self._memory_pretouch.remove(memory)
         # Releasing the last view unmaps a mapping.
         for storage in self._memories.pop(memory):
             storage.release()
@@ -152,7 +160,8 @@ class HostDevice(Device):
             self._copy(transfer, runs)
         except (ValueError, IndexError) as cause:
             error = f"copy failed: {cause}"
-        return [CompletedTransfer(transfer, time.perf_counter_ns() - start, error)]
+        self._moved_ns = time.perf_counter_ns()
+        return [CompletedTransfer(transfer, self._moved_ns - start, error)]
 
     def close(self) -> None:
         """See Device."""
@@ -160,7 +169,8 @@ class HostDevice(Device):
             raise LaneError(f"{len(self._queue)} transfers are in flight")
         for memory in list(self._memories):
             self.release_memory(memory)
-        self._pretouch.stop()
+        self._memory_pretouch.stop()
+        self._pool_pretouch.stop()
         self._pool.release()
 
     def _copy(self, transfer: Transfer, runs: HostRuns) -> None:
@@ -211,13 +221,38 @@ class HostDevice(Device):
                 memory[begin:end] = pool[pool_begin:pool_end]
 
 
-def _map(fd: int, name: str) -> memoryview:
-    size = sealed_size(fd, name)
-    if size == 0:
-        raise ImportFailed(f"{name} of 0 bytes holds no memory")
-    try:
-        mapping = mmap.mmap(fd, size)
-        mapping.madvise(mmap.MADV_DONTDUMP)  # a dump would allocate the holes of a sparse file
-        return memoryview(mapping)
-    except (OSError, ValueError) as error:
-        raise ImportFailed(f"{name}: {size} bytes cannot be mapped: {error}") from error
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """The mapped pages of a memory file, from byte `begin` of the file on."""
+
+    content: memoryview
+    begin: int
+
+    @classmethod
+    def of(cls, fd: int, name: str, storages: Sequence[_Range]) -> "_Mapping":
+        """Map the pages from the first storage's begin to the last one's end.
+
+        Raises:
+            ImportFailed: no sealed memory file, a storage lies outside it, or mmap failed.
+        """
+        file_bytes = sealed_size(fd, name)
+        for begin, end in storages:
+            if end > file_bytes:
+                raise ImportFailed(
+                    f"{end - begin} bytes from offset {begin} do not lie inside {name} of"
+                    f" {file_bytes} bytes"
+                )
+        page = max(mmap.PAGESIZE, os.fstat(fd).st_blksize)  # perhaps huge
+        first = min(begin for begin, _ in storages) // page * page
+        nbytes = min(-(-max(end for _, end in storages) // page) * page, file_bytes) - first
+        try:
+            mapping = mmap.mmap(fd, nbytes, offset=first)
+            mapping.madvise(mmap.MADV_DONTDUMP)  # a dump would allocate the holes of a sparse file
+        except (OSError, ValueError) as error:
+            raise ImportFailed(f"{name}: {nbytes} bytes cannot be mapped: {error}") from error
+        return cls(memoryview(mapping), first)
+
+    def view(self, span: _Range) -> memoryview:
+        """Return these bytes."""
+        begin, end = span
+        return self.content[begin - self.begin : end - self.begin]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from kvd.errors import ImportFailed, PoolError
 
@@ -222,20 +223,38 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
+class LoopUsage(NamedTuple):
+    """What a loop's thread and its process have used so far.
+
+    thread_seconds, process_seconds: of processor time. disk_faults: page faults that read a disk or
+        swap (major faults), of all threads.
+    """
+
+    thread_seconds: float
+    process_seconds: float
+    disk_faults: int
+
+    @classmethod
+    def read(cls) -> "LoopUsage":
+        """Return the usage of this thread and process."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        return cls(time.thread_time(), time.process_time(), faults)
+
+
 class StallDetector:
     """Detects turns of an event loop that take longer than `MAX_STALL_SECONDS`.
 
     Args:
         name: of the process, for the log.
-        cpu: returns the processor seconds of the loop's thread.
+        usage: returns the usage of the loop's thread and its process.
     """
 
-    def __init__(self, name: str, cpu: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, name: str, usage: Callable[[], LoopUsage] = LoopUsage.read) -> None:
         self._name = name
-        self._cpu = cpu
+        self._usage = usage
         self._woke_at: float | None = None
-        self._sampled_at = 0.0  # when the processor time was `worked`
-        self._cpu_seconds = 0.0
+        self._sampled_at = 0.0  # when the usage was `_sample`
+        self._sample = LoopUsage(0.0, 0.0, 0)
         self._wait_began = 0.0
         self._wait_until: float | None = 0.0
 
@@ -247,7 +266,8 @@ class StallDetector:
     def woke(self, now: float) -> str:
         """Record the end of the wait; return a warning if the last turn stalled, else empty.
 
-        The reported processor time may be up to a quarter second too high.
+        It says what was measured, and what that proves. The measured times may be up to a quarter
+        second too high.
 
         Args:
             now: seconds of a monotonic clock.
@@ -259,20 +279,26 @@ class StallDetector:
         stall = self._wait_began - began + (overslept if overslept > 0 else 0.0)
         if stall <= MAX_STALL_SECONDS:
             if now >= self._sampled_at + _SAMPLE_SECONDS:
-                self._sampled_at, self._cpu_seconds = now, self._cpu()
+                self._sampled_at, self._sample = now, self._usage()
             return ""
-        cpu_before, self._sampled_at, self._cpu_seconds = self._cpu_seconds, now, self._cpu()
-        cpu_seconds = min(stall, self._cpu_seconds - cpu_before)
-        line = f"the {self._name}'s loop stood still for {stall:.1f} s"
-        line += f", {cpu_seconds:.1f} s of it at work"
-        if cpu_seconds > stall / 2:
+        before, self._sampled_at, self._sample = self._sample, now, self._usage()
+        used = [after - earlier for after, earlier in zip(self._sample, before, strict=True)]
+        own = min(stall, used[0])
+        others = max(0.0, used[1] - used[0])
+        line = (
+            f"the {self._name}'s loop stood still for {stall:.1f} s, {own:.1f} s of it at work; its"
+            f" other threads worked {others:.1f} s, {used[2]:.0f} page faults read a disk or swap"
+        )
+        if own > stall / 2:
             return (
                 f"{line}: a turn took that long, and all requests waited; a bug in kvd, report it"
             )
-        return (
-            f"{line}: the process did not run or waited for the system; see whether the machine"
-            " swaps or is overloaded, or whether the process was stopped"
-        )
+        if own + others > stall / 2:
+            return (
+                f"{line}: the process ran, its loop did not; unless the machine is overloaded this"
+                " is a bug in kvd, report it"
+            )
+        return f"{line}: the process was stopped, or waited for a processor or the system"
 
 
 _USAGE_SECONDS = 1.0

@@ -1,6 +1,8 @@
+import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, PoolError
-from kvd.lane.device import Direction, MemoryPretouch
+from kvd.lane.device import Direction, MemoryId
 from kvd.lane.host_device import HostDevice
+from kvd.lane.pretouch import SHORT_STEP, MemoryPretouch
 from kvd.lane.workers import map_control_page
 from kvd_client.memory import sealed_file
 from kvd_proto import copies
@@ -17,7 +20,7 @@ from kvd_proto.jobs import FEW
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain
 from tests.lane.support import Memory
-from tests.waiting import PATIENCE
+from tests.waiting import eventually
 
 
 class HostRig(Rig):
@@ -123,7 +126,55 @@ def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
 
 
 PAGE = mmap.PAGESIZE
-SIZE = 5 * 2**20 + PAGE  # of memory whose pages are mapped before a copy needs them
+TIB = 2**40
+
+
+def test_no_more_of_a_sparse_file_is_mapped_than_the_layout_names(host: HostRig) -> None:
+    """One mapping from the first storage's page to the last one's; each begins where it should."""
+    file = Memory(8 * TIB)
+    host.files.append(file)
+    begin, sizes = 3 * TIB - 100, (4096, 512)
+    offsets = (begin, begin + 3 * PAGE)
+    handles = tuple(HostHandle(0, offset) for offset in offsets)
+    before = mapped_bytes(file)
+    memory = host.device.import_memory(handles, sizes, (file.fd,))
+    assert mapped_bytes(file) - before == 5 * PAGE
+    for storage, offset in enumerate(offsets):
+        data = os.urandom(256)
+        os.pwrite(file.fd, data, offset)
+        host.move(memory, Direction.STORE, [(storage, 0, 1000, 256)])
+        assert host.get_pool(1000, 256).tobytes() == data
+    host.device.release_memory(memory)
+    assert mapped_bytes(file) == before
+
+
+def mapped_bytes(file: Memory) -> int:
+    """Bytes of all mappings of a file in this process."""
+    inode, nbytes = str(os.fstat(file.fd).st_ino), 0
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        addresses, *_, number = line.split()[:5]
+        if number == inode:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            nbytes += end - begin
+    return nbytes
+
+
+@pytest.fixture
+def pretouch() -> Iterator[Callable[..., MemoryPretouch]]:
+    """Makes threads that touch workers' memory; `busy` says whether transfers move."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*, busy: bool = False) -> MemoryPretouch:
+            made = MemoryPretouch(lambda: busy)
+            stack.callback(made.stop)
+            return made
+
+        yield make
+
+
+def view_of(memory: Memory, offset: int = 0) -> memoryview:
+    """A mapping of the rest of a file, as a lane has one."""
+    return memoryview(mmap.mmap(memory.fd, len(memory.bytes) - offset, offset=offset))
 
 
 def resident(view: memoryview) -> int:
@@ -134,15 +185,47 @@ def resident(view: memoryview) -> int:
     return next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:")) * 1024
 
 
-def test_the_pages_that_memory_has_are_mapped_and_no_others_allocated() -> None:
-    """No copy waits for a page that a worker's memory has, and none is charged to the lane."""
-    memory = Memory(SIZE)
-    memory.bytes[: 3 * 2**20 : PAGE] = memory.bytes[-1] = 1
-    view = memoryview(mmap.mmap(memory.fd, SIZE))  # as a lane has one
-    assert resident(view) == 0
-    touch = MemoryPretouch([view])
-    touch.thread.join(PATIENCE)
-    assert not touch.thread.is_alive()
-    assert resident(view) == os.fstat(memory.fd).st_blocks * 512 == 3 * 2**20 + PAGE
-    touch.stop()
+def test_the_pages_that_memory_has_are_mapped_and_no_others_allocated(
+    pretouch: Callable[..., MemoryPretouch],
+) -> None:
+    """No copy waits for a page that a worker's memory has, and none is charged to the lane.
+
+    The holes of a sparse file are skipped, and the file's position is the worker's own.
+    """
+    memories = [Memory(5 * 2**20 + PAGE), Memory(4 * TIB)]
+    for memory in memories:
+        memory.bytes[2 * PAGE : 3 * 2**20 : PAGE] = memory.bytes[-1] = 1
+        os.lseek(memory.fd, 12345, os.SEEK_SET)
+    views = [view_of(memory, PAGE) for memory in memories]
+    assert not any(map(resident, views))
+    made = pretouch()
+    for number, (memory, view) in enumerate(zip(memories, views, strict=True)):
+        made.add(MemoryId(number), memory.fd, PAGE, view)
+    nbytes = 3 * 2**20 - PAGE
+    eventually(lambda: list(map(resident, views)), lambda resident: resident == [nbytes] * 2)
+    for memory in memories:
+        assert os.fstat(memory.fd).st_blocks * 512 == nbytes
+        assert os.lseek(memory.fd, 0, os.SEEK_CUR) == 12345
+        memory.close()
+
+
+def test_pretouch_gives_way_to_transfers_and_ends_with_the_memory(
+    monkeypatch: pytest.MonkeyPatch, pretouch: Callable[..., MemoryPretouch]
+) -> None:
+    """While they move, one thread makes a step of one worker's memory, then waits."""
+    monkeypatch.setattr("kvd.lane.pretouch.BUSY_SECONDS", 3600.0)
+    made, memory = pretouch(busy=True), Memory(4 * SHORT_STEP)
+    memory.bytes[:] = 1
+    views = [view_of(memory) for _ in range(3)]
+    num_threads = threading.active_count()
+    for number, view in enumerate(views):
+        made.add(MemoryId(number), memory.fd, 0, view)
+    assert threading.active_count() == num_threads
+    eventually(lambda: resident(views[0]))
+    for number in range(3):
+        made.remove(MemoryId(number))
+    assert resident(views[0]) < 2 * SHORT_STEP  # a fault maps neighbours too
+    assert [resident(view) for view in views[1:]] == [0, 0]
+    for view in views:
+        view.release()
     memory.close()

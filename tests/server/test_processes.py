@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kvd.config.settings import Settings
-from kvd.machine.process import StallDetector
+from kvd.machine.process import LoopUsage, StallDetector
 from kvd.server.children import Children, HttpProcess, LaneProcess
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
@@ -144,29 +144,51 @@ def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
 
 
 @pytest.mark.parametrize(
-    ("turn", "worked", "waited", "patience", "line"),
+    ("turn", "usage", "waited", "patience", "line"),
     [
-        (3.2, 3.1, 0.25, 0.25, "3.2 s, 3.1 s of it at work.* a bug in kvd"),
-        (3.2, 0.1, 0.25, 0.25, "3.2 s, 0.1 s of it at work.* swaps"),
-        (0.0, 0.0, 2.5, 0.5, "2.0 s, 0.0 s of it at work.* was stopped"),
-        (0.6, 0.6, 0.9, 0.25, "1.2 s, 0.6 s of it at work.* swaps"),
-        (1.5, 0.0, 3600.0, None, "1.5 s, 0.0 s of it at work.* swaps"),
+        (3.2, (3.1, 0.0, 0), 0.25, 0.25, "3.2 s, 3.1 s of it at work.* a bug in kvd"),
+        (
+            3.2,
+            (0.1, 2.9, 0),
+            0.25,
+            0.25,
+            "3.2 s, 0.1 s .* worked 2.9 s.*, its loop .* a bug in",
+        ),
+        (3.2, (0.1, 0.2, 7), 0.25, 0.25, "3.2 s, 0.1 s .* worked 0.2 s, 7 page faults .* stopped"),
+        (0.0, (0.0, 0.0, 0), 2.5, 0.5, "2.0 s, 0.0 s of it at work.* was stopped"),
+        (0.6, (0.6, 0.0, 0), 0.9, 0.25, "1.2 s, 0.6 s of it at work.* waited for a processor"),
+        (1.5, (0.0, 0.0, 0), 3600.0, None, "1.5 s, 0.0 s of it at work.* or the system$"),
     ],
-    ids=["work", "in the turn", "while waiting", "both", "endless wait"],
+    ids=["work", "other threads", "in the turn", "while waiting", "both", "endless wait"],
 )
 def test_a_standstill_is_logged_once(
-    turn: float, worked: float, waited: float, patience: float | None, line: str
+    turn: float,
+    usage: tuple[float, float, int],
+    waited: float,
+    patience: float | None,
+    line: str,
 ) -> None:
-    """With what it took and of what kind it was; the turns after it are ordinary ones."""
-    now, cpu = 100.0, 5.0
-    loop, lines = StallDetector("broker", lambda: cpu), []
-    ordinary = (0.001, 0.001, 0.25, 0.25)
-    for of_turn in (ordinary, (turn, worked, waited, patience), ordinary, ordinary):
-        now, cpu = now + of_turn[0], cpu + of_turn[1]
-        loop.waits(now, of_turn[3])
-        now += of_turn[2]
+    """With what was measured meanwhile and of what kind it was; the turns after are ordinary ones.
+
+    It is no bug where neither the loop nor another thread of the process was at work.
+    """
+    now, used = 100.0, LoopUsage(5.0, 9.0, 3)
+    loop, lines = StallDetector("broker", lambda: used), []
+    ordinary = (0.001, (0.001, 0.0, 0), 0.25, 0.25)
+    for took, (own, others, faults), wait, longest in (
+        ordinary,
+        (turn, usage, waited, patience),
+        ordinary,
+        ordinary,
+    ):
+        now += took
+        used = LoopUsage(used[0] + own, used[1] + own + others, used[2] + faults)
+        loop.waits(now, longest)
+        now += wait
         lines.append(loop.woke(now))
-    assert re.search(f"stood still for {line}", lines.pop(1))
+    stall = lines.pop(1)
+    assert re.search(f"stood still for {line}", stall)
+    assert ("a bug" in line) == ("a bug" in stall)
     assert not any(lines)
 
 

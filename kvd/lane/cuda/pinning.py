@@ -37,7 +37,7 @@ import numpy.typing as npt
 from kvd.errors import LaneError
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.driver import Addresses, Context
-from kvd.lane.device import touch_pages
+from kvd.lane.pretouch import touch_pages
 from kvd.machine import cuda
 from kvd.machine.process import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for
