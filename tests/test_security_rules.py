@@ -34,6 +34,9 @@ a planted link redirects no file: test_a_directory_that_every_user_may_write_is_
 a planted pool is not trusted: test_a_foreign_pool_directory_is_left_alone
     test_damaged_or_foreign_pool_files_are_not_used
 a tier's files are the daemon's: test_modes test_a_directory_that_cannot_be_used_is_refused
+what is no file in a tier's directory harms no other slab:
+    test_what_is_no_file_costs_no_other_slab test_what_has_the_name_of_the_next_slab_delays_it
+    test_a_mark_that_is_no_file_is_refused test_a_slab_that_became_a_link
 requests and jobs come over Unix sockets only: test_nothing_listens_on_the_network_where_http_is_off
     test_no_request_or_job_can_come_from_the_network
 HTTP reads only, under its own host names: test_nothing_can_be_changed

@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import signal
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from kvd.tier.disk import DiskTier, slabs
 from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, eventually
 
 MIB = 2**20
 OK, ABSENT, FULL, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.FULL, Outcome.FAILED
@@ -401,6 +403,86 @@ def test_a_slab_that_became_a_link(disks: Disks, tmp_path: Path) -> None:
     assert disks.got(tier, space, keys_of("k", 1)) == [ABSENT]
     put_all(tier, disks.area.chunks(space, keys_of("k", 1)))
     assert (tmp_path / "moved").read_bytes() == before
+
+
+def in_the_way(path: Path, kind: str) -> None:
+    """Put something of this kind in place of what has the path."""
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+        (path / "thesis.txt").touch()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+            made.bind(path.name)
+    elif kind == "symbolic link":
+        path.symlink_to(path.parent.parent)
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            pytest.skip("only root makes devices")
+
+
+KINDS = ["directory", "FIFO", "socket", "symbolic link", "device"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("running", [False, True], ids=["between runs", "underneath"])
+@pytest.mark.parametrize(
+    "name", ["000001.slab", "000001.index", "000001.slab.new", "salts", "salts.new"]
+)
+def test_what_is_no_file_costs_no_other_slab(
+    disks: Disks, name: str, running: bool, kind: str
+) -> None:
+    """It is moved out of the way at the latest by the next process; nothing waits for it."""
+    tier = disks.open("4MiB")
+    space = begun(tier, space_of(65536))
+    keys = keys_of("k", 3)  # a slab each
+    put_all(tier, disks.area.chunks(space, keys))
+    tier.note_salt(b"n" * 16, b"a salt..")
+    assert len(files_of(disks.folder, ".slab")) == 3
+    if not running:
+        tier.close()
+    in_the_way(disks.folder / name, kind)
+    if not running:
+        tier = disks.open("4MiB")
+        tier.open_space(space)
+    is_lost = name in {"000001.slab", "000001.index"}
+    assert disks.got(tier, space, keys) == [ABSENT if is_lost else OK, OK, OK]
+    is_known = name != "salts" or running
+    assert tier.note_salt(b"n" * 16, b"another.") == (b"a salt.." if is_known else b"")
+    put_all(tier, disks.area.chunks(space, keys))
+    tier = disks.reopen(tier, "4MiB")
+    assert disks.got(tier, space, keys) == [OK] * 3
+    assert tier.salt(b"n" * 16) == b"another."
+    if name != "000001.slab.new":  # a complete slab has no use for that name
+        assert not os.path.lexists(disks.folder / name) or (disks.folder / name).is_file()
+
+
+@pytest.mark.parametrize("suffix", [".slab", ".index", ".slab.new"])
+def test_what_has_the_name_of_the_next_slab_delays_it(disks: Disks, suffix: str) -> None:
+    """Chunks find no room until another name is tried; what is there stays as it is."""
+    tier = disks.open("4MiB")
+    space = begun(tier, space_of(65536))
+    planted = disks.folder / f"000001{suffix}"
+    in_the_way(planted, "directory")
+    chunks = disks.area.chunks(space, keys_of("k", 1))
+    assert eventually(lambda: tier.put(chunks, soon()), lambda put: put == [OK])
+    assert [file.name for file in files_of(disks.folder, ".slab") if file.is_file()] == [
+        "000002.slab"
+    ]
+    assert planted.is_dir()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mark_that_is_no_file_is_refused(disks: Disks, kind: str) -> None:
+    """The error names it and the remedy."""
+    disks.open().close()
+    in_the_way(disks.folder / "kvd-disk", kind)
+    with pytest.raises(TierError, match=f"{PLACE}: kvd-disk is a {kind}, no .* remove it if"):
+        disks.open()
 
 
 def put_sealed(disks: Disks, tier: DiskTier, space: Space, keys: list[bytes]) -> None:

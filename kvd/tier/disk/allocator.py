@@ -80,12 +80,12 @@ def _load_slab(directory: DiskDirectory, number: int, slots_flags: int) -> Slab 
         slabs.remove(directory.fd, number)
         _log.info("disk: %s.slab or its index is missing: the rest was removed", name)
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ELOOP):
+        if isinstance(error, OSError) and error.errno != errno.EIO:
             raise
         slabs.set_aside(directory.fd, number)
         _log.error(
-            "disk: %s.slab is damaged (%s): it and its index were renamed to .damaged, count"
-            " against the tier's size, and may be removed",
+            "disk: %s.slab is damaged (%s): what has its name or its index's was renamed to"
+            " .damaged, counts against the tier's size, and may be removed",
             name,
             error,
         )

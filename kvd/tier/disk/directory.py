@@ -25,6 +25,8 @@ from kvd.errors import ConfigError, TierError
 from kvd.machine.directories import check_directory
 from kvd.machine.memory import Shortage, size_as_setting
 from kvd.tier.contract import BackendOptions
+from kvd.tier.disk import files
+from kvd.tier.disk.files import DAMAGED, open_regular
 from kvd.tier.disk.slabs import ALIGNMENT, HEADER_BYTES
 from kvd_proto.text import format_size
 
@@ -38,7 +40,6 @@ _MARK_TEXT = b"kvd disk tier, version 2\n"
 _MARK_BYTES = 4096  # one block
 _MODE = 0o700
 _SLAB = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
-_DAMAGED = ".damaged"
 _FILE_SYSTEM_NAMES = {"lost+found"}  # at the root of an ext4 file system
 SALTS = "salts"
 MAX_SALTS = 1024
@@ -154,7 +155,7 @@ class DiskDirectory:
                 self._lock()
                 self._check_or_mark()
             except OSError as error:
-                raise TierError(f"disk:{path}: {_error_text(error)}") from error
+                raise TierError(f"disk:{path}: {error_text(error)}") from error
             undo.pop_all()
 
     def _check_owner(self) -> None:
@@ -181,9 +182,14 @@ class DiskDirectory:
             TierError: it holds files but no mark, or the mark of another version.
         """
         names = self._names() - _FILE_SYSTEM_NAMES
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if MARK in names:
-            fd = os.open(MARK, os.O_RDONLY | flags, dir_fd=self.fd)
+            try:
+                fd = open_regular(self.fd, MARK, os.O_RDONLY)
+            except ValueError as error:
+                raise TierError(
+                    f"disk:{self.path}: {error}; remove it if the other files are kvd's, or choose"
+                    " another directory"
+                ) from error
             try:
                 text = os.read(fd, 256)
             finally:
@@ -208,7 +214,8 @@ class DiskDirectory:
                 " directory"
             )
         os.fchmod(self.fd, _MODE)
-        fd = os.open(MARK, os.O_WRONLY | os.O_CREAT | flags, 0o600, dir_fd=self.fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(MARK, flags, 0o600, dir_fd=self.fd)
         try:
             os.write(fd, _MARK_TEXT)
             os.fsync(fd)
@@ -226,7 +233,7 @@ class DiskDirectory:
 
     def bytes_beside_slabs(self) -> int:
         """Return an upper bound for kvd's other files: mark, table of salts, damaged files."""
-        names = [name for name in self._names() if name.endswith(_DAMAGED)]
+        names = [name for name in self._names() if name.endswith(DAMAGED)]
         blocks = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
         return OWN_BYTES + 512 * sum(blocks)
 
@@ -265,23 +272,24 @@ class Salts:
         self._folder_fd = folder_fd
         self._salts: dict[str, str] = {}  # in hex; least recently used first
         try:
-            fd = os.open(SALTS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder_fd)
+            self._salts = _parse_salts(self._read())
         except FileNotFoundError:
             return
-        try:
-            text = os.read(fd, SALTS_BYTES)
-        finally:
-            os.close(fd)
-        try:
-            self._salts = _parse_salts(text)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            os.rename(SALTS, SALTS + _DAMAGED, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            files.set_aside(folder_fd, SALTS)
             _log.error(
                 "disk: the table of salts is damaged (%s): it was renamed to %s, and what this disk"
                 " has of namespaces that were not reset since the machine started is lost",
                 error,
-                SALTS + _DAMAGED,
+                SALTS + DAMAGED,
             )
+
+    def _read(self) -> bytes:
+        fd = open_regular(self._folder_fd, SALTS, os.O_RDONLY)
+        try:
+            return os.read(fd, SALTS_BYTES)
+        finally:
+            os.close(fd)
 
     def get(self, namespace: bytes) -> bytes:
         """Return the salt of a namespace; empty if none is noted."""
@@ -308,7 +316,8 @@ class Salts:
         content = {"version": _SALTS_VERSION, "check": _checksum(table), "salts": table}
         text = json.dumps(content).encode()
         new = f"{SALTS}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        files.remove(self._folder_fd, new)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(new, flags, 0o600, dir_fd=self._folder_fd)
         try:
             if os.write(fd, text) != len(text):
@@ -320,7 +329,11 @@ class Salts:
             raise
         finally:
             os.close(fd)
-        os.rename(new, SALTS, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        try:
+            os.rename(new, SALTS, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        except IsADirectoryError:
+            files.set_aside(self._folder_fd, SALTS)
+            os.rename(new, SALTS, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
         os.fsync(self._folder_fd)
 
 
@@ -339,7 +352,7 @@ def _parse_salts(text: bytes) -> dict[str, str]:
 
 
 def _is_own_name(name: str) -> bool:
-    return bool(_SLAB.fullmatch(name)) or name in _OTHER_NAMES or name.endswith(_DAMAGED)
+    return bool(_SLAB.fullmatch(name)) or name in _OTHER_NAMES or name.endswith(DAMAGED)
 
 
 def _open(path: Path) -> int:
@@ -357,7 +370,8 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def _error_text(error: OSError) -> str:
+def error_text(error: OSError) -> str:
+    """Return the error with the name that it is about, and the remedy if there is one."""
     text = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
     if error.errno == errno.EROFS:
         return f"{text}; mount it writable, or choose another directory"
@@ -365,4 +379,6 @@ def _error_text(error: OSError) -> str:
         return f"{text}; create its parent directory, or mount the file system"
     if error.errno == errno.ENOTDIR:
         return f"{text}; give a directory"
+    if error.errno == errno.EBUSY:
+        return f"{text}; unmount what is mounted there, and remove it"
     return text

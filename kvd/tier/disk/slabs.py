@@ -26,7 +26,6 @@ in the slot are the chunk (`kvd.tier.batches`).
 import contextlib
 import errno
 import os
-import stat
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,6 +33,9 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+
+from kvd.tier.disk import files
+from kvd.tier.disk.files import open_regular
 
 SLAB, INDEX = ".slab", ".index"
 ALIGNMENT = 4096  # of slots
@@ -236,13 +238,13 @@ def create(folder_fd: int, number: int, num_slots: int, slot_bytes: int, slots_f
     name, index_name = f"{number:06}{SLAB}", f"{number:06}{INDEX}"
     records = bytes(num_slots * RECORD_BYTES)
     with contextlib.ExitStack() as undo:
-        file = _open(folder_fd, name, os.O_CREAT | os.O_EXCL | slots_flags)
+        file = _create(folder_fd, name, slots_flags)
         undo.callback(os.close, file)
-        undo.callback(_unlink, folder_fd, name)
+        undo.callback(files.remove, folder_fd, name)
         os.posix_fallocate(file, 0, num_slots * slot_bytes)
-        index = _open(folder_fd, name + _NEW, os.O_CREAT | os.O_EXCL)
+        index = _create(folder_fd, name + _NEW, 0)
         undo.callback(os.close, index)
-        undo.callback(_unlink, folder_fd, name + _NEW)
+        undo.callback(files.remove, folder_fd, name + _NEW)
         content = pack_header(num_slots, slot_bytes) + records
         os.posix_fallocate(index, 0, len(content))
         if os.pwrite(index, content, 0) != len(content):
@@ -261,13 +263,10 @@ def load(folder_fd: int, number: int, slots_flags: int) -> Slab:
         ValueError: the slab is damaged; says how.
     """
     with contextlib.ExitStack() as undo:
-        file = _open(folder_fd, f"{number:06}{SLAB}", slots_flags)
+        file = open_regular(folder_fd, f"{number:06}{SLAB}", os.O_RDWR | slots_flags)
         undo.callback(os.close, file)
-        index = _open(folder_fd, f"{number:06}{INDEX}", 0)
+        index = open_regular(folder_fd, f"{number:06}{INDEX}", os.O_RDWR)
         undo.callback(os.close, index)
-        for fd in (file, index):
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ValueError("it is no regular file")
         raw = _read(index, os.fstat(index).st_size)
         if not any(raw[:HEADER_BYTES]):
             raise FileNotFoundError(errno.ENOENT, "its index was never written")
@@ -286,13 +285,13 @@ def load(folder_fd: int, number: int, slots_flags: int) -> Slab:
 
 
 def remove(folder_fd: int, number: int) -> None:
-    """Unlink the files of a slab, if they exist.
+    """Remove the files of a slab, if they exist.
 
     Raises:
         OSError: I/O error.
     """
     for name in (f"{number:06}{INDEX}", f"{number:06}{SLAB}{_NEW}", f"{number:06}{SLAB}"):
-        _unlink(folder_fd, name)
+        files.remove(folder_fd, name)
 
 
 def set_aside(folder_fd: int, number: int) -> None:
@@ -302,15 +301,12 @@ def set_aside(folder_fd: int, number: int) -> None:
         OSError: I/O error.
     """
     for suffix in (INDEX, SLAB):
-        name = f"{number:06}{suffix}"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(name, f"{name}.damaged", src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        files.set_aside(folder_fd, f"{number:06}{suffix}")
 
 
-def _open(folder_fd: int, name: str, flags: int) -> int:
-    return os.open(
-        name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, _FILE_MODE, dir_fd=folder_fd
-    )
+def _create(folder_fd: int, name: str, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return os.open(name, flags, _FILE_MODE, dir_fd=folder_fd)
 
 
 def _read(fd: int, length: int) -> bytes:
@@ -320,8 +316,3 @@ def _read(fd: int, length: int) -> bytes:
         pieces.append(piece)
         offset += len(piece)
     return b"".join(pieces)
-
-
-def _unlink(folder_fd: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder_fd)

@@ -24,7 +24,7 @@ from kvd.errors import TierError
 from kvd.machine.memory import Filesystem
 from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
 from kvd.tier.disk.allocator import SlotAllocator, load_slabs
-from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
+from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts, error_text
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
 from kvd.tier.disk.slot_io import Alignment, SlotChunk, SlotRunIO, layout_of, runs
 from kvd.tier.disk.slots import chunks_of
@@ -96,7 +96,7 @@ class DiskTier(TierBackend):
             num_removed = self._allocator.shrink()
             shortage = options.shortage(*directory.filesystem_bytes(), self._index.nbytes)
         except OSError as error:
-            raise TierError(f"disk:{options.directory}: {error.strerror}") from error
+            raise TierError(f"disk:{options.directory}: {error_text(error)}") from error
         self._alignment = alignment
         direct = "O_DIRECT" if alignment.flags else "buffered, since it has no O_DIRECT"
         self.described = f"preadv/pwritev, {self.threads} threads, {kind}, {direct}"
@@ -283,7 +283,7 @@ class DiskTier(TierBackend):
         except OSError as error:
             raise TierError(
                 f"disk:{self._options.directory}: the namespace's reset cannot be noted:"
-                f" {error.strerror}"
+                f" {error_text(error)}"
             ) from error
 
     def drop_space(self, space: Space) -> None:
