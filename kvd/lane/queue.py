@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import product
 from typing import Generic, TypeAlias, TypeVar
 
 from kvd.errors import IntegrityError
@@ -47,6 +48,16 @@ class Urgency(IntEnum):
 _LOADS = (Urgency.AWAITED_LOAD, Urgency.LOAD)
 _STORES = (Urgency.AWAITED_STORE, Urgency.STORE)
 _LOADS_AHEAD = (*_LOADS, *_STORES)
+_WITH_ROOM = {
+    (loads, stores, stores_lead): tuple(
+        urgency
+        for urgency in (_LOADS_AHEAD if stores_lead else Urgency)
+        if (loads if urgency in _LOADS else stores)
+    )
+    for loads, stores, stores_lead in product((False, True), repeat=3)
+}
+"""Urgencies that have room, the most urgent first: by whether loads have room, stores have, and
+stores that are waited for are ahead of loads that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +138,8 @@ class _Turns:
 
     def order(self) -> list[Hashable]:
         """Return the engines with jobs, the next one first."""
+        if len(self.engines) < 2:  # nothing to sort
+            return list(self.engines)
         return sorted(self.engines, key=self._tag)
 
     def count(self, engine: Hashable, nbytes: int) -> None:
@@ -136,7 +149,7 @@ class _Turns:
         self._tags[engine] = self._clock + nbytes
 
     def _tag(self, engine: Hashable) -> int:
-        return max(self._tags.get(engine, 0), self._clock)
+        return self._tags.get(engine, self._clock)
 
 
 class JobQueue(Generic[J]):
@@ -148,7 +161,7 @@ class JobQueue(Generic[J]):
         self._engines: dict[Hashable, _EngineQueue[J]] = {}
         self._turns = tuple(_Turns() for _ in Urgency)
         self._next_order = 0
-        self._with_room: list[Urgency] = []  # at the last call of `next`
+        self._with_room: tuple[Urgency, ...] = ()  # at the last call of `next`
         # Bytes that others may move before an urgency's next piece is due.
         self._until_due = [0 for _ in Urgency]
         # Bytes by which stores that are waited for are ahead of loads that are not; of each, times
@@ -191,14 +204,15 @@ class JobQueue(Generic[J]):
             loads: whether the device has room for a load's transfer.
             stores: whether the device has room for a store's transfer.
         """
-        ranked = _LOADS_AHEAD if self._lead > 0 else Urgency
-        self._with_room = [u for u in ranked if (loads if u in _LOADS else stores)]
-        for urgency in sorted(self._with_room, key=lambda u: self._until_due[u] > 0):
+        until_due = self._until_due
+        self._with_room = _WITH_ROOM[loads, stores, self._lead > 0]
+        due = [urgency for urgency in self._with_room if until_due[urgency] <= 0]
+        for urgency in (*due, *(u for u in self._with_room if until_due[u] > 0)):
             for number in self._turns[urgency].order():
                 for job in self._engines[number].heads(urgency):
                     if job.started or may_start(job):
                         return job
-            self._until_due[urgency] = max(self._until_due[urgency], 0)  # saves no turns
+            until_due[urgency] = max(until_due[urgency], 0)  # saves no turns
         return None
 
     def count_moved(self, job: J, nbytes: int) -> None:
@@ -219,11 +233,11 @@ class JobQueue(Generic[J]):
 
         Jobs of other engines count, and more urgent ones of its own engine.
         """
-        return any(
-            engine != job.engine or urgency < job.urgency
-            for urgency in (_LOADS if job.load else _STORES)
-            for engine in self._turns[urgency].engines
-        )
+        for urgency in _LOADS if job.load else _STORES:
+            engines = self._turns[urgency].engines
+            if engines and (urgency < job.urgency or len(engines) > (job.engine in engines)):
+                return True
+        return False
 
     def start(self, job: J) -> None:
         """Mark a job as started: it no longer counts against the limits, and is never shed."""
