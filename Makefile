@@ -21,6 +21,9 @@ ROUTERS_STAMP := $(ROUTERS)/.installed
 CUDA12 := .cuda12
 CUDA12_STAMP := $(CUDA12)/.installed
 
+# Said before each step that waits for a package index; a slow one takes minutes for it.
+say = @echo "make $(@D): $(1)" >&2
+
 .DEFAULT_GOAL := help
 .PHONY: help demo wheels demo-cluster test test-nightly mutants test-fast test-vllm test-vllm-0.33 test-vllm-0.33-fast test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-vllm test-vllm-upstream nightly-sglang nightly
 
@@ -30,38 +33,44 @@ help: ## show this list
 $(BASE_STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvd needs Python >= 3.11, '$(PYTHON)' is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	$(call say,new environment of $(PYTHON))
+	@$(PYTHON) -m venv $(VENV)
+	$(call say,from the package index what builds kvd: 6 packages; 2 MB)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(call say,from the package index kvd and what its daemon needs: 22 packages; 120 MB on disk)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
 	  --editable '.[daemon]' --editable client/tools
 	@touch $@
 
 $(STAMP): $(BASE_STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+	$(call say,from the package index or $(TORCH_INDEX) torch without CUDA: 1 package; 750 MB on disk)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
 	  --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	$(call say,from the package index what tests and checks need: 60 packages; 800 MB on disk)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
 	  --editable '.[dev]'
 	@touch $@
 
 $(VLLM_STAMP): pyproject.toml client/tools/pyproject.toml tests/vllm/environment.sh tests/vllm/requirements.txt
-	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
+	@PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
 	@touch $@
 
 $(VLLM_33_STAMP): $(VLLM_STAMP) tests/vllm/environment-0.33.sh tests/vllm/requirements-0.33.txt
-	tests/vllm/environment-0.33.sh $(VLLM_33) $(VLLM)
+	@tests/vllm/environment-0.33.sh $(VLLM_33) $(VLLM)
 	@touch $@
 
 $(SGLANG_STAMP): pyproject.toml client/tools/pyproject.toml tests/sglang/environment.sh tests/sglang/requirements.txt
-	PYTHON=$(PYTHON) tests/sglang/environment.sh $(SGLANG)
+	@PYTHON=$(PYTHON) tests/sglang/environment.sh $(SGLANG)
 	@touch $@
 
 $(ROUTERS_STAMP): tests/routers/environment.sh tests/routers/requirements.txt
-	PYTHON=$(PYTHON) tests/routers/environment.sh $(ROUTERS)
+	@PYTHON=$(PYTHON) tests/routers/environment.sh $(ROUTERS)
 	@touch $@
 
 $(CUDA12_STAMP): $(STAMP)
-	rm -rf $(CUDA12)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(CUDA12) 'cuda-bindings==12.9.*'
+	@rm -rf $(CUDA12)
+	$(call say,from the package index the bindings of CUDA 12: 1 package; 30 MB on disk)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(CUDA12) 'cuda-bindings==12.9.*'
 	@touch $@
 
 .venv: $(STAMP)

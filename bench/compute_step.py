@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from harness import Daemon, median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from variants import CPU_BYTES, MODEL, engine_options
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--few", action="store_true", help="only the first four cases")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm"))
     signal.signal(signal.SIGTERM, terminate)
     cases = CASES[:FEW] if options.few else CASES
     steps: dict[str, dict[str, list[Step]]] = {name: defaultdict(list) for name in options.engines}

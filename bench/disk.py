@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from harness import MIB, Figures, median
+from needs import check_needs, missing_program
 
 from kvd.outcomes import Outcome
 from kvd.tier.batches import checksum_of
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records", type=int, default=1_000_000)
     arguments = parser.parse_args()
+    check_needs(missing_program("fio", "fio") if arguments.rounds else "")
     folder = Path(tempfile.mkdtemp(prefix="kvd-bench-disk-", dir=arguments.directory))
     try:
         figures = measure_rebuild(folder, arguments.records) if arguments.records else {}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 from harness import Daemon, median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 
@@ -54,6 +55,7 @@ class Figures:
 
 def main() -> None:
     """Measure in turns, and report."""
+    check_needs(missing_engine("vllm"))
     console = Console(width=120)
     measured: dict[str, list[Figures]] = {OFF: [], REST: [], CHURN: []}
     with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """LMCache's multiprocess server, and the environment that it and the engines on it run in."""
 
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from harness import end
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / ".venv-lmcache"
 RECIPE = Path(__file__).parent / "lmcache_env"
+SERVER = "lmcache.v1.multiprocess.server"
 MODE = "lmcache_driven"  # the server copies, as kvd does; the other is slower here
 SERVER_SECONDS = 120.0
 POLL_SECONDS = 0.05
@@ -32,6 +34,15 @@ def lmcache_python() -> str:
     return str(ENVIRONMENT / "bin" / "python")
 
 
+def check_lmcache() -> None:
+    """Make the environment, and end the program if the server cannot be imported in it."""
+    command = [lmcache_python(), "-c", f"import {SERVER}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
+        sys.exit(f"LMCache's server cannot be imported: {why}; try: {shlex.join(command)}")
+
+
 class LmcacheServer:
     """The server of one context; it may be killed in it, and started again at the same port.
 
@@ -47,7 +58,7 @@ class LmcacheServer:
             probe.bind(("localhost", 0))
             self._port: int = probe.getsockname()[1]
         self._log = log
-        self._command = [python, "-m", "lmcache.v1.multiprocess.server"]
+        self._command = [python, "-m", SERVER]
         self._command += ["--port", str(self._port), "--chunk-size", str(chunk_tokens)]
         self._command += ["--eviction-policy", "LRU", "--l1-size-gb", f"{cpu_bytes / 2**30:g}"]
         self._command += ["--no-l1-use-lazy", "--disable-observability"]

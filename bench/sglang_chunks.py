@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from sglang_engines import TOKEN_BYTES, Asking, Setup, Way, make_tokens, write_bench_model
@@ -77,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=int, action="append", choices=PAGES, help="only these")
     pages = parser.parse_args().page or PAGES
+    check_needs(missing_engine("sglang"))
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         model = write_bench_model(Path(folder))
         for page in pages:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from sglang_engines import (
@@ -75,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one start of each")
     rounds = QUICK_ROUNDS if parser.parse_args().quick else ROUNDS
+    check_needs(missing_engine("sglang"))
     pairs = {(shape, way): Pairs() for shape in SHAPES for way in WAYS}
     others: list[float] = []
     console = Console(width=140)

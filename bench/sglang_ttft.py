@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from harness import median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from sglang_engines import (
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one start of each")
     rounds = QUICK_ROUNDS if parser.parse_args().quick else ROUNDS
+    check_needs(missing_engine("sglang"))
     starts: dict[Way, list[Start]] = {way: [] for way in Way}
     console = Console(width=140)
     with (

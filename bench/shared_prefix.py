@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 from first_token import LOOK_SECONDS, SETTLE_SECONDS, VOCABULARY
 from harness import median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, MODEL, Started, Variant, Way, started
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one start of each")
     parser.add_argument("--windows", action="store_true", help="a model with sliding windows")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm"))
     work, norm = (WINDOWS, 0.0) if options.windows else (PREFIX, 1.0)
     signal.signal(signal.SIGTERM, terminate)
     starts, rounds = (QUICK_STARTS, QUICK_ROUNDS) if options.quick else (STARTS, ROUNDS)

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 from harness import Daemon, median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, CPU_BYTES, MODEL, engine_options
 
-from kvd_client.vllm.metrics import STEP_LOADS, STEP_LOADS_LATE
 from kvd_tools.models import write_model
 from kvd_tools.vllm_engine import VllmServer, kvd_transfer
 
@@ -64,6 +64,9 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=2, help="of each engine")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of each hit and start")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm", "0.33"))
+    from kvd_client.vllm.metrics import STEP_LOADS, STEP_LOADS_LATE  # noqa: PLC0415  # needs vLLM
+
     seconds: defaultdict[Key, list[float]] = defaultdict(list)
     counts: defaultdict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as place:

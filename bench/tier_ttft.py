@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 from first_token import MAX_TOKENS, PROMPT_TOKENS, VOCABULARY, found_tokens
 from harness import Daemon, median
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, MODEL, engine_options
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tier", nargs="?", help="as `kvd serve --tier` takes it; keep=all is added")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm"))
     found = found_tokens(CHUNK_TOKENS)
     whole = PROMPTS * found * KV_BYTES_PER_TOKEN
     place = Path(tempfile.mkdtemp(prefix="kvd-bench-tier-", dir=Path.cwd()))

@@ -35,11 +35,11 @@ from typing import Any
 
 import numpy as np
 from harness import Daemon
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from variants import engine_options
 
-from kvd_client.vllm.metrics import ATTACHED, CHUNKS_REFUSED, LOAD_FAILURES
 from kvd_tools.models import LLAMA, write_model
 from kvd_tools.vllm_engine import VllmServer, kvd_transfer
 
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="at least so many")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each setup")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     requests = whole_conversations(options.trace, options.requests)
     prompts = [prompt_of(ids) for ids in requests]
@@ -213,6 +214,11 @@ def measure(setup: Setup, chunks: int, prompts: Sequence[Sequence[int]], folder:
         with ThreadPoolExecutor(setup.at_once) as senders:
             cached = list(senders.map(cached_tokens, range(len(prompts))))
         seconds = time.perf_counter() - started
+        from kvd_client.vllm.metrics import (  # noqa: PLC0415  # needs vLLM
+            CHUNKS_REFUSED,
+            LOAD_FAILURES,
+        )
+
         refused, failed = (
             int(sum(engine.metric(name) for engine in engines))
             for name in (CHUNKS_REFUSED, LOAD_FAILURES)
@@ -266,6 +272,8 @@ def wait_attached(engines: Sequence[VllmServer]) -> None:
     Raises:
         RuntimeError: one does not within a minute.
     """
+    from kvd_client.vllm.metrics import ATTACHED  # noqa: PLC0415  # needs vLLM
+
     end = time.monotonic() + ATTACH_SECONDS
     for engine in engines:
         while not engine.metric(ATTACHED):

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import psutil
 from harness import Daemon, Figures
+from needs import check_needs, missing_engine
 from rich.console import Console
 from rich.table import Table
 from step_engine import BLOCKS_PER_CHUNK, END, MIDDLE, REQUESTS, Measured, Settings, Step
@@ -83,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round, to see that it works")
     options = parser.parse_args()
+    check_needs(missing_engine("vllm"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     passes = QUICK_PASSES if options.quick else PASSES

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 from first_token import PROMPT_TOKENS, Asking, Measured, found_tokens
+from lmcache_server import check_lmcache
+from needs import MOONCAKE_LIBRARIES, check_needs, missing_engine, missing_libraries
 from rich.console import Console
 from several_engines import SCENARIOS
 from ttft_report import Report
@@ -50,7 +52,12 @@ def main() -> None:
         "--only", type=Way, choices=list(Way), help="measure this one; not of scenario `warm`"
     )
     options = parser.parse_args()
+    check_needs(
+        missing_engine("vllm"), missing_libraries(MOONCAKE_LIBRARIES) if options.beside else ""
+    )
     signal.signal(signal.SIGTERM, terminate)
+    if options.beside:
+        check_lmcache()
     ways = [Way.KVD, *([Way.LMCACHE] if options.beside else [])]
     if options.scenario == "warm":
         warm(options.blocks, [Way.IN_PROCESS, Way.STAGED, *ways], quick=options.quick)

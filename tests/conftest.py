@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, started_daemons
 from tests.fakecuda.build import NoCompiler, build
 from tests.fakecuda.harness import FakeCuda
+from tests.processes import TEMPORARY
 
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
 
@@ -33,11 +34,24 @@ for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
 # Without compiled modules each process that a test starts would compile all of kvd again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Sockets lie in tests' folders, and their paths are limited to 108 bytes.
+os.environ["TMPDIR"] = tempfile.tempdir = TEMPORARY
+
 # What chance finds belongs to whoever looks for it (--hypothesis-profile=explore), not to whoever
 # changed something else: make test draws the same examples every time.
 settings.register_profile("kvd", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("kvd")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """An empty folder, removed with the test.
+
+    Pytest's own has user, worker and test in its path, which leaves a socket's name little room.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvd-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
 @pytest.fixture
@@ -48,8 +62,9 @@ def runtime_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
+def start_daemon(runtime_dir: Path, tmp_path: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the test."""
+    del tmp_path  # it may have a daemon's files, so it is removed after the daemon has ended
     with started_daemons(runtime_dir) as start:
         yield start
 
@@ -71,8 +86,9 @@ def label(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def small_tmpfs() -> Iterator[Callable[[Path, int], None]]:
+def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
     """Mounts a tmpfs of so many bytes over a directory, until the test has ended."""
+    del tmp_path  # removed once nothing is mounted over it
     mounted: list[Path] = []
 
     def mount(place: Path, nbytes: int) -> None:

@@ -39,6 +39,7 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
   echo "install-debian.sh: tests will be skipped for want of:$missing" >&2
   exit 0
 fi
+echo "install-debian.sh: from Debian's archive:$missing" >&2
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
 # Debian 13 has renamed it.

@@ -6,15 +6,21 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
 import psutil
 
+from kvd.machine.directories import MAX_DIRECTORY_BYTES
 from tests.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[1]
+_NAME_BYTES = 40  # of a runtime directory's path below TEMPORARY
+_FITS = len(os.fsencode(tempfile.gettempdir())) + _NAME_BYTES <= MAX_DIRECTORY_BYTES
+TEMPORARY = tempfile.gettempdir() if _FITS else "/tmp"
+"""Where tests make folders: in TMPDIR if a daemon's sockets have room below it, else in /tmp."""
 LONG = 150.0  # seconds of a whole program on a busy machine
 
 

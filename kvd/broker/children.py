@@ -36,6 +36,7 @@ class ChildState:
     last_error: how the last process ended, or what the current one has reported.
     heard_at: time of the last message.
     owes_since: since when the process has owed a message; None if it owes none.
+    stopped: `pid 12 is stopped (state T)` if a signal has stopped the process, else empty.
     """
 
     pid: int = 0
@@ -44,6 +45,7 @@ class ChildState:
     last_error: str = ""
     heard_at: float = 0.0
     owes_since: float | None = None
+    stopped: str = ""
     _checked_at: float = 0.0
     _pinged_at: float = 0.0
 
@@ -58,7 +60,7 @@ class ChildState:
 
     def heard(self, now: float) -> None:
         """Record a message from the process, which now owes none."""
-        self.heard_at, self.owes_since = now, None
+        self.heard_at, self.owes_since, self.stopped = now, None, ""
 
     def expect(self, now: float) -> None:
         """Record that the process owes a message, from now unless it already owes one."""
@@ -92,12 +94,17 @@ class ChildState:
         if silent <= limit:
             return ""
         self.killed = True
-        return f"did not report for {silent:.1f} s"
+        return f"did not report for {silent:.1f} s{self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """Why the process is silent, to be appended to a text; empty if that is unknown."""
+        return f": {self.stopped}" if self.stopped else ""
 
     def ended(self) -> None:
         """Record that the process has ended."""
         self.up = self.killed = False
-        self.owes_since = None
+        self.owes_since, self.stopped = None, ""
 
 
 @dataclass(slots=True)

@@ -176,6 +176,7 @@ def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
         pid=tier.child.pid if tier.child.up else 0,
+        stopped=tier.child.stopped,
         breaker=breaker.state.value,
         state_seconds=round(now - breaker.since, 3),
         usable=tier.in_use,
@@ -265,6 +266,8 @@ def _lane_check(state: BrokerState, lane: Lane, now: float) -> CheckStatus:
 def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:
     if lane.ending:
         return "ending"
+    if lane.child.stopped:
+        return lane.child.stopped
     if lane.up:
         jobs = lane.pong.queued_jobs
         text = f"up, last heard {max(0.0, now - lane.child.heard_at):.1f} s ago, {jobs} jobs queued"

@@ -254,7 +254,8 @@ class LaneSupervisor:
         for lane in self._state.lanes.values():
             if lane.up and lane.has_jobs and not lane.child.killed:
                 lane.child.killed = True
-                reason = f"not drained after {self._state.settings.drain_seconds:g} s"
+                drain_seconds = self._state.settings.drain_seconds
+                reason = f"not drained after {drain_seconds:g} s{lane.child.cause}"
                 text = (
                     f"lane {lane.device} is killed: {reason}, {lane.pong.queued_jobs} jobs queued"
                 )

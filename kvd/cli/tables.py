@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +13,7 @@ from kvd.config.sources import DEFAULT
 from kvd.metrics.counts import MissReason
 from kvd.metrics.declare import Histogram
 from kvd.metrics.reading import (
+    NAME_LENGTH,
     NOTHING,
     Report,
     duration,
@@ -29,6 +31,28 @@ _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 MAX_MISS_REASONS = 3  # why chunks were missed
 POOL_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
+
+
+class Name:
+    """A name in a cell of a table: its middle is left out where the column is too narrow for it.
+
+    Args:
+        name: the whole name.
+        wide: never shorten it.
+    """
+
+    def __init__(self, name: str, *, wide: bool) -> None:
+        self._name = name if wide else shorten(name, len(name))
+        self._min_length = len(name) if wide else min(NAME_LENGTH, len(self._name))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the fewest and the most cells that it may take."""
+        return Measurement(self._min_length, len(self._name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield it in the cells that there are."""
+        name = shorten(self._name, max(self._min_length, options.max_width))
+        yield Text(name, no_wrap=True, overflow="ellipsis")
 
 
 def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
@@ -90,14 +114,13 @@ def _print_tiers(console: Console, tiers: list[dict[str, Any]]) -> None:
 
 def print_namespaces(namespaces: list[dict[str, Any]], *, wide: bool = False) -> None:
     """Print a line for each namespace; names as in `print_report`."""
-    full_names = _full_names(wide=wide)
     rows = []
     for namespace in namespaces:
         eviction_age = Histogram(**namespace["counters"]["eviction_age"]).quantile(0.5)
         rows.append(
             (
                 namespace["id"][:8],
-                namespace["model"] if full_names else shorten(namespace["model"]),
+                Name(namespace["model"], wide=_full_names(wide=wide)),
                 str(namespace["engines"]),
                 *(number(namespace["chunks"][state]) for state in _CHUNK_STATES),
                 number(namespace["num_chunks"]),
@@ -118,8 +141,8 @@ def print_engines(engines: list[dict[str, Any]], *, wide: bool = False) -> None:
     for engine in engines:
         lookups, missing = engine["counters"], engine["missing_ranks"]
         waits = f"waits for ranks {missing}" if missing else "no rank registered"
-        engine_cells = (
-            engine["name"] if full_names else shorten(engine["name"]),
+        engine_cells: tuple[str | Name, ...] = (
+            Name(engine["name"], wide=full_names),
             "attached" if engine["attached"] else waits,
             (engine["namespace"] or "")[:8],
             hit_share_text(
@@ -201,7 +224,7 @@ def _print_table(
     console: Console,
     title: str,
     columns: tuple[str, ...],
-    rows: Iterable[tuple[str | Text, ...]],
+    rows: Iterable[tuple[str | Text | Name, ...]],
 ) -> None:
     table = Table(*columns, title=title, show_header=bool(columns))
     for row in rows:
@@ -316,10 +339,11 @@ def lanes_table(lanes: Sequence[Report], rows: int | None = None, *, wide: bool 
     """Return a table with a line for each lane, or for the first `rows`."""
     table = plain_table("lane", "state", "queue", "oldest", "usable", "restarts")
     for index, lane in enumerate(lanes[:rows]):
-        style = {"up": "green", "ending": "yellow"}.get(lane["state"], "red")
+        state = "stopped" if lane["stopped"] else lane["state"]
+        style = {"up": "green", "ending": "yellow"}.get(state, "red")
         table.add_row(
             device_text(lane["device"], wide=wide),
-            Text(lane["state"], style),
+            Text(state, style),
             number(lane["queued_jobs"]),
             latency(lane["oldest_job_seconds"]),
             f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
@@ -329,10 +353,10 @@ def lanes_table(lanes: Sequence[Report], rows: int | None = None, *, wide: bool 
 
 
 def plain_table(*columns: str) -> Table:
-    """Return a table without rules, whose cells are never wrapped."""
+    """Return a table without rules, whose cells are never wrapped; a `Name` may head its row."""
     table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index > 0)
     return table
 
 
@@ -351,6 +375,8 @@ def device_text(device: str, *, wide: bool) -> str:
 
 def tier_state(tier: Report) -> Text:
     """Return a tier's state: its process's, its breaker's, or full; and its duration."""
+    if tier["stopped"]:
+        return Text("stopped", "red")
     since = duration(tier["state_seconds"], units=1)
     if tier["state"] != "up":
         return Text(f"{tier['state']} {since}", "red" if tier["state"] == "down" else "yellow")
@@ -365,8 +391,3 @@ def hit_share_text(tokens: float | None, keys: float | None) -> str:
     if tokens is None and keys is not None:
         return f"{percent(keys)} of keys"
     return percent(tokens)
-
-
-def name_text(name: str, *, wide: bool) -> Text:
-    """Return a name for a table cell, shortened unless `wide`."""
-    return Text(name if wide else shorten(name))

@@ -22,12 +22,12 @@ from rich.text import Text
 from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.tables import (
     POOL_STATES,
+    Name,
     header,
     hit_share_text,
     kv_event_text,
     lanes_table,
     more_text,
-    name_text,
     plain_table,
     pool_use_text,
     problems,
@@ -35,7 +35,18 @@ from kvd.cli.tables import (
 )
 from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.metrics.counts import DIRECTIONS, STAGES
-from kvd.metrics.reading import NOTHING, History, Report, Span, latency, number, percent, rate, size
+from kvd.metrics.reading import (
+    NOTHING,
+    History,
+    Report,
+    Span,
+    latency,
+    number,
+    percent,
+    rate,
+    shorten,
+    size,
+)
 from kvd.wire.tool import ToolConnection
 
 _ANSWER_SECONDS = 2.0
@@ -230,6 +241,8 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
     use_text = pool_use_text(report)
     bar_cells = min(BAR_CELLS, LINE_CELLS - 1 - len(use_text))
     bar, table = Text(), Table.grid(padding=(0, 1))
+    for is_name in (False, True, False, False):
+        table.add_column(no_wrap=not is_name)
     for index, namespace in enumerate(report["namespaces"]):
         colour = _COLOURS[index % len(_COLOURS)]
         for state, mark in POOL_STATES:
@@ -242,12 +255,13 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
             if count and state in _COUNTED_STATES
         )
         no_chunks = "none ready" if any(namespace["chunks"].values()) else "empty"
+        chunk_text = f"{chunks or no_chunks}{more_text(report['namespaces'], rows, index)}"
         if index < rows:
             table.add_row(
                 Text("█", colour),
-                name_text(namespace["model"], wide=wide),
+                Name(namespace["model"], wide=wide),
                 size(namespace["held_bytes"]),
-                Text(f"{chunks or no_chunks}{more_text(report['namespaces'], rows, index)}", "dim"),
+                Text(chunk_text, "dim"),
             )
     bar.truncate(bar_cells)
     bar.append("·" * (bar_cells - len(bar)), "dim")
@@ -281,7 +295,8 @@ def _memory_sizes(report: Report, *, wide: bool) -> tuple[str, Text] | None:
     hits = {forecast["pool"]: forecast["hit_ratio"] for forecast in busiest["forecast"]["sizes"]}
     text = f"{percent(hits['+100%'])} at +100 %, at most {percent(hits['unlimited'])}"
     if len(forecasts) > 1:
-        text += f" ({name_text(busiest['model'], wide=wide)})"
+        name = busiest["model"] if wide else shorten(busiest["model"])
+        text += f" ({name})"
     return percent(hits["now"]), Text(text, "dim")
 
 
@@ -312,7 +327,7 @@ def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
         gets = tier_span.histogram("counters", "get_latency")
         low, high = (latency(gets.quantile(q)) for q in (0.5, 0.99))
         table.add_row(
-            name_text(tier["name"], wide=wide),
+            Name(tier["name"], wide=wide),
             tier_state(tier),
             _used(tier),
             *(rate(tier_span.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
@@ -338,7 +353,7 @@ def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
             str(session["pid"]) for session in engine["sessions"] if session["kind"] == "scheduler"
         ]
         table.add_row(
-            name_text(engine["name"], wide=wide),
+            Name(engine["name"], wide=wide),
             _attachment(engine),
             str(engine["world_size"]),
             hit_share_text(

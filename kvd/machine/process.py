@@ -223,6 +223,16 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
+def stopped_text(pid: int) -> str:
+    """Return `pid 12 is stopped (state T)` if a signal or a debugger has stopped it, else empty."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it has exited
+        return ""
+    state = status.rpartition(b") ")[2][:1].decode()  # the name before it may have any bytes
+    return f"pid {pid} is stopped (state {state})" if state in {"T", "t"} else ""
+
+
 class LoopUsage(NamedTuple):
     """What a loop's thread and its process have used so far.
 

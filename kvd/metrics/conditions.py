@@ -6,13 +6,13 @@ The broker checks it when it reports, over the last minute; `kvd status`, the pa
 their own: deploy/prometheus/kvd.rules.yml.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.metrics import schema
 from kvd.metrics.counts import BREAKER_REASONS
-from kvd.metrics.reading import Span, duration, latency, percent, several, size
+from kvd.metrics.reading import Span, duration, latency, percent, several, shorten, size
 
 Level = Literal["error", "warning", "hint"]
 Match = Mapping[str, Any] | bool
@@ -28,6 +28,8 @@ YOUNG_SECONDS = 60.0
 LATE_SECONDS = 5.0  # an idle engine publishes once a second; as the alert KvdEventsLate
 ASIDE_SECONDS = 5.0  # a breaker may open for a moment
 FREQUENT = 3
+MAX_NAMES = 3  # of the items beside the first for which a condition holds
+_NAME_FIELDS = {"lanes": "device", "engines": "name", "namespaces": "model", "tiers": "name"}
 UNKEPT_SHARE = 0.1  # with keep=asked, as the alert KvdTierLagging; with keep=all any chunk counts
 BEHIND = (
     "Tier {name} falls behind: {times} an hour are not kept.",
@@ -45,6 +47,7 @@ class ConditionRule:
     predicate: returns whether the condition holds, or the values (beside the report's own fields)
         that fill `text` and `remedy` if it does.
     items: the list of the report whose items are checked one by one; empty for the whole report.
+        Items for which it holds are one condition: texts of the first, names of the next few.
     """
 
     name: str
@@ -59,12 +62,25 @@ def conditions(span: Span) -> list[schema.Condition]:
     result = []
     for level, rules in CONDITIONS.items():
         for rule in rules:
-            for part in span.parts(rule.items) if rule.items else [span]:
-                if match := rule.predicate(part):
-                    values = {**part.now, **(match if isinstance(match, Mapping) else {})}
-                    texts = rule.text.format_map(values), rule.remedy.format_map(values)
-                    result.append(schema.Condition(rule.name, level, *texts))
+            parts = span.parts(rule.items) if rule.items else [span]
+            matches = [(part, match) for part in parts if (match := rule.predicate(part))]
+            if matches:
+                part, match = matches[0]
+                values = {**part.now, **(match if isinstance(match, Mapping) else {})}
+                text = rule.text.format_map(values) + _others(rule, [p for p, _ in matches[1:]])
+                remedy = rule.remedy.format_map(values)
+                result.append(schema.Condition(rule.name, level, text, remedy))
     return result
+
+
+def _others(rule: ConditionRule, parts: Sequence[Span]) -> str:
+    """Return ` The same holds for 5 other lanes: a, b, c and 2 more.`; empty for no parts."""
+    if not parts:
+        return ""
+    names = [shorten(part.now[_NAME_FIELDS[rule.items]]) for part in parts[:MAX_NAMES]]
+    more = f" and {len(parts) - MAX_NAMES} more" if len(parts) > MAX_NAMES else ""
+    others = several(len(parts), f"other {rule.items[:-1]}")
+    return f" The same holds for {others}: {', '.join(names)}{more}."
 
 
 # ------------------------------------------------------------------ predicates
@@ -97,7 +113,12 @@ def _pinning(lane: Span) -> Match:
 
 def _silent(lane: Span) -> Match:
     heard = lane.now["seconds_since_heard"] or 0.0
-    return lane.now["state"] == "up" and heard > SILENT_SECONDS and {"silence": duration(heard)}
+    silent = lane.now["state"] == "up" and heard > SILENT_SECONDS and not _stopped(lane)
+    return silent and {"silence": duration(heard)}
+
+
+def _stopped(part: Span) -> Match:
+    return bool(part.now["stopped"])
 
 
 def _old_jobs(lane: Span) -> Match:
@@ -220,6 +241,14 @@ ERRORS = (
         " journalctl -u kvd.",
         "lanes",
     ),
+    ConditionRule(
+        "lane stopped",
+        _stopped,
+        "Lane {device} does nothing: {stopped}.",
+        "Let its process go on with kill -CONT, or end it with kill -KILL: then kvd starts another,"
+        " as it does by itself after lane_timeout_seconds.",
+        "lanes",
+    ),
 )
 WARNINGS = (
     ConditionRule(
@@ -334,6 +363,14 @@ WARNINGS = (
         "Tier {name} is down{error}.",
         "kvd starts it again by itself; until then chunks that only it has are misses. If it stays"
         " down, run kvd doctor and read the log: journalctl -u kvd.",
+        "tiers",
+    ),
+    ConditionRule(
+        "tier stopped",
+        _stopped,
+        "Tier {name} does nothing: {stopped}.",
+        "Let its process go on with kill -CONT, or end it with kill -KILL: then kvd starts"
+        " another, as it does by itself after some seconds.",
         "tiers",
     ),
     ConditionRule(

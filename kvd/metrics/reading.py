@@ -175,8 +175,8 @@ def several(count: float, singular: str, plural: str | None = None) -> str:
     return f"{number(count)} {word}"
 
 
-def shorten(name: str) -> str:
-    """`vllm-llama-3-…d8f6b5d-x2k4q`: at most `NAME_LENGTH` characters, the middle left out.
+def shorten(name: str, length: int = NAME_LENGTH) -> str:
+    """`vllm-llama-3-…d8f6b5d-x2k4q`: at most `length` characters, the middle left out.
 
     A path in a Hugging Face cache becomes model and revision first: `Qwen3-8B@6f6073b4`. The
     page's `shorten` (kvd/report/page/words.js) follows the same rule.
@@ -184,7 +184,7 @@ def shorten(name: str) -> str:
     if len(name) <= NAME_LENGTH:
         return name
     name = _SNAPSHOT.sub(r"\1@\2", name)
-    if len(name) <= NAME_LENGTH:
+    if len(name) <= length:
         return name
-    head = NAME_LENGTH // 2
-    return f"{name[:head]}…{name[head + 1 - NAME_LENGTH :]}"
+    head = length // 2
+    return f"{name[:head]}…{name[len(name) - (length - head - 1) :]}"

@@ -275,6 +275,9 @@ class LaneStatus:
         " `down` (lost, and started again)"
     )
     pid: int = plain("Of its process")
+    stopped: str = plain(
+        "`pid 12 is stopped (state T)` where a signal has stopped its process; else empty"
+    )
     incarnation: int = plain("Number of its process")
     last_error: str = plain("How its last process ended")
     seconds_since_heard: float | None = gauge(
@@ -313,6 +316,9 @@ class TierStatus:
     state: str = plain("`up`, `starting` (it never was up) or `down` (lost, and started again)")
     up: bool = gauge("1 if the tier's process serves", "kvd_tier_up")
     pid: int = plain("Of its process; 0 where none serves")
+    stopped: str = plain(
+        "`pid 12 is stopped (state T)` where a signal has stopped its process; else empty"
+    )
     breaker: str = plain(
         "`closed` (used), `open` (set aside: lookups miss what only it has) or `probing` (whether"
         " it works again is tried)"

@@ -245,12 +245,19 @@ class App:
         return PlainTextResponse("\n".join(lines) + "\n", status)
 
     async def status(self, request: Request) -> Response:
-        """Return the report, as `kvd status --json` prints it."""
+        """Return the report, as `kvd status --json` prints it, with its age in a header.
+
+        If the broker is silent: 503, the reason, and the last report.
+        """
         del request
         try:
-            return _json(await self._broker.report(ANSWER_SECONDS), 200)
+            response = _json(await self._broker.report(ANSWER_SECONDS), 200)
         except NotRunning as error:
-            return _json({"error": str(error), "since": self._broker.silent_since}, 503)
+            silence = {"error": str(error), "since": self._broker.silent_since}
+            response = _json(silence | {"last_report": self._broker.last_report}, 503)
+        if (report := self._broker.last_report) is not None:
+            response.headers["age"] = str(_age(report))
+        return response
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics for Prometheus; if the broker is silent, only the HTTP process's.
@@ -293,6 +300,7 @@ class App:
         """Yield a report, or why there is none, each period: one event stream of the page."""
         self._watchers += 1
         WATCHERS.inc()
+        first = True
         try:
             yield "retry: 2000\n\n"  # a browser that loses the stream tries again after 2 s
             while True:
@@ -303,6 +311,9 @@ class App:
                     event, now = "trouble", time.time()
                     since = self._broker.silent_since or now
                     data = {"time": now, "since": since, "text": str(error)}
+                    if first:  # a page that has just opened has nothing to show
+                        data["last_report"] = self._broker.last_report
+                first = False
                 yield f"event: {event}\ndata: {_compact(data)}\n\n"
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
@@ -323,6 +334,11 @@ def _deadline(request: Request) -> float | None:
     except ValueError:
         return None
     return seconds if 0 < seconds <= LONGEST_ANSWER_SECONDS else None
+
+
+def _age(report: Mapping[str, Any]) -> int:
+    """Return how many seconds ago the report was made."""
+    return max(0, int(time.time() - report["time"]))
 
 
 def _compact(content: Any) -> str:

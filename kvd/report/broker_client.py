@@ -7,6 +7,7 @@ A broker that hangs gets no second request of the kind before it has answered.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.errors import NotRunning, Refusal
+from kvd.machine.process import stopped_text
 from kvd.metrics.reading import Report
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
@@ -55,6 +57,11 @@ class BrokerClient:
 
         It is the time of its latest answer, or of the first request since it had none to answer.
         """
+
+    @property
+    def last_report(self) -> dict[str, Any] | None:
+        """The newest report, whatever its age; None before the first."""
+        return self._report or None
 
     async def ping(self, seconds: float) -> float:
         """Return the seconds until the broker answered a PING, this one or one under way.
@@ -98,10 +105,15 @@ class BrokerClient:
                 return await asyncio.shield(task)
         except TimeoutError:
             silent = time.time() - (self.silent_since or time.time())
+            stopped = stopped_text(os.getppid())  # the broker's process
+            cause = (
+                f": {stopped}; let it go on with kill -CONT"
+                if stopped
+                else ". Its log says what it does; if it stays silent, restart the daemon"
+            )
             raise NotRunning(
                 f"the broker has not answered {type(message).__name__} within {seconds:g} s; it has"
-                f" been silent for {max(silent, seconds):.1f} s. Its log says what it does; if it"
-                " stays silent, restart the daemon"
+                f" been silent for {max(silent, seconds):.1f} s{cause}"
             ) from None
 
     async def _exchange(self, message: Message, reply_type: type[Message]) -> Message:

@@ -17,6 +17,7 @@ from kvd.broker.children import ChildState
 from kvd.broker.effects import Effect, KillTier
 from kvd.broker.tiers.tier import TierProcess, tiers_of
 from kvd.config.values import ListenAddress, parse_listen, parse_tiers
+from kvd.machine.process import stopped_text
 from kvd.server.child import Child, end_all
 from kvd.server.pool_memory import PoolMemory
 from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket
@@ -31,6 +32,7 @@ _TIER_END_SECONDS = 2.0
 _TIER_TURN_SECONDS = 0.002  # a scan's messages have a thousand keys each
 _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
+_QUIET_SECONDS = 1.0  # an answer takes milliseconds
 
 
 def configured_tiers(texts: list[str]) -> list[TierProcess]:
@@ -180,6 +182,17 @@ class Children:
         if not self._core.state.stopping:
             self._execute(self._core.tiering.lost(index, reason, now))
 
+    def note_stopped(self, now: float) -> None:
+        """Note which lanes and tiers a signal has stopped, of those that do not answer."""
+        lanes, tiers = self._core.state.lanes, self._core.state.tiers
+        children: list[tuple[Child, ChildState]] = [
+            *((child, lanes[device].child) for device, child in self.lane_children.items()),
+            *zip(self.tier_children, (tier.child for tier in tiers), strict=True),
+        ]
+        for child, state in children:
+            if not state.up or state.silent(now) > _QUIET_SECONDS:
+                state.stopped = stopped_text(child.pid)
+
     def send_to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a lane; kill it instead if it is to stop before it has begun."""
         lane = self.lane_children[device]
@@ -268,7 +281,8 @@ class HttpProcess:
         if self._child.running:
             self._child.turn(ready, now)
             if reason := self._state.check(now, _HTTP_SILENT_SECONDS):
-                self._child.kill(reason)
+                stopped = stopped_text(self.pid)
+                self._child.kill(f"{reason}: {stopped}" if stopped else reason)
         elif self._child.due(now):
             client_waiting = any(fd in ready for fd in self._watched_fds)
             if client_waiting or (self._tcp is not None and now >= self._start_at):

@@ -263,6 +263,7 @@ class BrokerService:
             self._log_event(placement)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
+            self._children.note_stopped(now)
             self._execute(self.core.tick(now))
             self._execute(self._config.turn(self.core.reloading))
         self._execute(self.core.background.work())

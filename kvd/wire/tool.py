@@ -1,5 +1,6 @@
 """A tool's connection to a running daemon, through libzmq: HELLO, then one request at a time."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -11,6 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvd.errors import NotRunning, Refusal, SocketAccessDenied
+from kvd.machine.process import stopped_text
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
@@ -18,6 +20,7 @@ from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, 
 from kvd_proto.text import explain_denied, printable, printable_tree
 
 M = TypeVar("M", bound=Message)
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid of the process that listens
 _NEVER_MS = 2**31 - 1
 """Reconnect interval of libzmq. With -1 (never) it drops messages received before end of file."""
 
@@ -110,9 +113,21 @@ class ToolConnection:
 
     def _no_answer(self) -> NotRunning:
         return NotRunning(
-            f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s: it"
-            " is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
+            f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s:"
+            f" {self._silence_cause()}"
         )
+
+    def _silence_cause(self) -> str:
+        """Return why the daemon may be silent, and the remedy."""
+        pid = 0
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.setblocking(False)
+            probe.connect(str(self._socket_path))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, *_ = _UCRED.unpack(credentials)
+        if stopped := stopped_text(pid):
+            return f"{stopped}; let it go on with kill -CONT"
+        return "it is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
 
     def request(self, message: Message, timeout: float | None = None) -> Message:
         """Send a request; return its reply, which may be an Error.
@@ -129,7 +144,7 @@ class ToolConnection:
         if reply is None:
             raise NotRunning(
                 f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
-                f" {seconds:g} s"
+                f" {seconds:g} s: {self._silence_cause()}"
             )
         return reply
 

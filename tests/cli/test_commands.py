@@ -12,10 +12,13 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
+from kvd.cli.top import picture
 from kvd.errors import NotRunning, SocketAccessDenied
+from kvd.metrics.reading import History
 from kvd.wire.tool import ToolConnection
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Error, ErrorCode, Message, Ping, Pong, Status, StatusReport
@@ -207,6 +210,24 @@ def test_no_command_writes_a_names_escapes_to_the_terminal(
     done = eventually(lambda: CliRunner().invoke(cli, arguments), lambda it: it.exit_code == 0)
     assert not set("\x1b\0\u202e") & set(done.output)
     assert name.replace(EVIL, SHOWN) in done.output
+
+
+@pytest.mark.parametrize(("columns", "cut"), [(80, True), (120, False)])
+def test_names_take_the_room_that_a_terminal_has(columns: int, *, cut: bool) -> None:
+    """Where a line has none left, the middle of a name is left out; nothing else is shortened."""
+    report = loaded_report(60.0)
+    name = "vllm-llama-3-3-70b-instruct-prefill-7c9d8f6b5d-x2k4q"
+    report["engines"] = [report["engines"][0] | {"name": name}]
+    report["namespaces"] = [report["namespaces"][0] | {"model": f"{name}-model"}]
+    history = History()
+    history.add(report)
+    with (console := Console(width=columns, color_system=None)).capture() as shown:
+        console.print(picture(history))
+    lines = shown.get().splitlines()
+    for text, beside in ((f"{name}-model", "1,536 ready, 12 pinned"), (name, "attached")):
+        (line,) = (line for line in lines if "vllm-llama-3" in line and beside in line)
+        assert (text in line, "\N{HORIZONTAL ELLIPSIS}" in line) == (not cut, cut)
+        assert text[-13:] in line
 
 
 def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

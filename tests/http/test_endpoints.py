@@ -12,7 +12,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,17 +283,20 @@ def http_process(daemon: Daemon) -> psutil.Process:
     return eventually(found)[0]
 
 
+def next_event(name: str, lines: Iterator[str]) -> Any:
+    """The data of the next event of this name in a stream."""
+    next(line for line in lines if line == f"event: {name}")
+    return json.loads(next(lines).removeprefix("data: "))
+
+
 def test_a_wedged_broker_fails_liveness_in_time_and_recovers(web: Daemon) -> None:
     """Frozen: 503 within the deadline, watchers read of it, all else answers; then 200."""
     with over_tcp(web) as client, client.stream("GET", "/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         lines = stream.iter_lines()
-
-        def next_event(name: str) -> Any:
-            next(line for line in lines if line == f"event: {name}")
-            return json.loads(next(lines).removeprefix("data: "))
-
-        assert next_event("report")["boot_id"] == next_event("report")["boot_id"]
+        report = next_event("report", lines)
+        assert report["boot_id"] == next_event("report", lines)["boot_id"]
+        assert "age" in client.get("/status").headers
         assert client.get(f"/livez?{PATIENT}").status_code == 200
         with frozen(web.process.pid):
             answer = client.get("/livez?timeout=0.5")
@@ -302,15 +305,30 @@ def test_a_wedged_broker_fails_liveness_in_time_and_recovers(web: Daemon) -> Non
             assert answer.elapsed.total_seconds() < SECONDS
             for path in ("/readyz?timeout=0.1", "/status", "/livez?verbose&timeout=0.1"):
                 assert client.get(path).status_code == 503
-            assert client.get("/status").json()["since"] <= time.time()
+            stopped = f"pid {web.process.pid} is stopped (state T); let it go on with kill -CONT"
+            for path in ("/readyz?timeout=0.1", "/livez?timeout=0.1"):
+                assert stopped in client.get(path).text
+            silent = client.get("/status")
+            assert silent.json()["since"] <= time.time()
+            assert stopped in silent.json()["error"]
+            last = silent.json()["last_report"]
+            assert last["boot_id"] == report["boot_id"]
+            assert 0 <= int(silent.headers["age"]) <= time.time() - last["time"]
             text = client.get("/metrics").text
             assert "kvd_up 0.0" in text
             assert "kvd_http_requests_total" in text
             assert "kvd_pool_bytes" not in text
-            trouble = next_event("trouble")
+            trouble = next_event("trouble", lines)
+            assert "last_report" not in trouble  # this watcher has it
+            with client.stream("GET", "/events") as late:
+                late_lines = late.iter_lines()
+                assert (
+                    next_event("trouble", late_lines)["last_report"]["boot_id"] == report["boot_id"]
+                )
+                assert "last_report" not in next_event("trouble", late_lines)
         assert "has not answered" in trouble["text"]
         assert trouble["since"] <= trouble["time"]
-        assert next_event("report")["pid"] == web.process.pid
+        assert next_event("report", lines)["pid"] == web.process.pid
         for path in ("/livez", "/readyz"):
             assert client.get(f"{path}?{PATIENT}").status_code == 200
         assert report_of(client)["pid"] == web.process.pid

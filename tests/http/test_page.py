@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvd.metrics.conditions import conditions
-from kvd.metrics.reading import NOTHING, Span, shorten
+from kvd.metrics.reading import NOTHING, Span
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, daemon_left_clean
 from tests.http.conftest import (
@@ -128,7 +128,6 @@ def test_figures_are_alive_and_names_are_text(tab: OpenTab, busy: Daemon) -> Non
     page.until("/[1-9].*% of keys/.test(document.getElementById('engines-table').textContent)")
     assert "of keys looked up since" in page.text("#hits-total")
     assert page.text("#hit-tokens") == NOTHING
-    assert shorten(POD) in page.text("#engines-table")
     names = json.dumps([*LONG_NAMES])  # the page shortens names as the commands do
     script = f"import('/static/words.js').then((words) => {names}.map(words.shorten))"
     assert page.ask(script) == [*LONG_NAMES.values()]
@@ -141,12 +140,10 @@ def test_figures_are_alive_and_names_are_text(tab: OpenTab, busy: Daemon) -> Non
     for name in ("throughput", "hits"):
         page.page.click(f"#{name}-details summary")
         page.until(f"document.querySelectorAll('#{name}-details tbody tr').length > 0")
-    assert shorten(EVIL) in page.text("#pool-table")
-    for table, name in (("pool", EVIL), ("engines", POD)):  # whole names are a hover away
-        titles = page.ask(
-            f"[...document.querySelectorAll('#{table}-table th')].map((c) => c.title)"
-        )
-        assert any(name in title for title in titles)
+    for table, name in (("pool", EVIL), ("engines", POD)):  # where one is cut it is a hover away
+        heads = f"[...document.querySelectorAll('#{table}-table tbody th')]"
+        assert name in page.ask(f"{heads}.map((head) => head.textContent)")
+        assert any(name in title for title in page.ask(f"{heads}.map((head) => head.title)"))
     assert "evil" not in page.ask("document.title")
     assert page.ask("document.querySelectorAll('main img').length") == 0
     label = page.ask("document.getElementById('pool-picture').getAttribute('aria-label')")
@@ -241,6 +238,60 @@ def test_what_is_wrong_comes_first_with_the_remedy(show: Show, broker: tuple[Ask
     page.until("!/kvd resume|set aside/.test(document.getElementById('problems').textContent)")
 
 
+def many(report: dict[str, Any], number: int) -> dict[str, Any]:
+    """The report with so many engines, each with a model of its own, and so many lanes and tiers.
+
+    The last engine waits for a rank.
+    """
+    namespace, lane, tier = (report[kind][0] for kind in ("namespaces", "lanes", "tiers"))
+    engine = report["engines"][-1]  # of one rank
+    numbers = [f"{index:02}" for index in range(number)]
+    report = report | {
+        "namespaces": [namespace | {"id": n * 16, "model": f"{WIDE}{n}"} for n in numbers],
+        "engines": [engine | {"name": f"{POD}-{n}", "namespace": n * 16} for n in numbers],
+        "lanes": [lane | {"device": f"cuda:{n * 16}"} for n in numbers],
+        "tiers": [tier | {"name": f"disk-{n}"} for n in numbers],
+    }
+    report["engines"][-1] |= {"attached": False, "missing_ranks": [0]}
+    check = report["checks"][1]
+    report["checks"] = [check | {"name": f"lane {lane['device']}"} for lane in report["lanes"]]
+    return report
+
+
+WIDE = "a-model-of-more-letters-than-27-"
+LISTS = ("pool-table", "engines-table", "lanes-table", "tiers-table", "checks")
+# Of each name: whether its beginning is cut, its end is, and all is within the card.
+CUT = """[...document.querySelectorAll('#engines-table tbody th .name')].map((name) => {
+  const [head, tail] = name.children;
+  const [own, card] = [name, name.closest("section")].map((box) => box.getBoundingClientRect());
+  return [head.scrollWidth > head.clientWidth, tail.scrollWidth > tail.clientWidth,
+    own.right <= card.right];
+})"""
+
+
+def test_long_lists_show_eight_with_what_is_wrong_among_them(show: Show) -> None:
+    """The page grows no more with the ninth; a button shows all. A name is cut for want of room."""
+    height = "document.documentElement.scrollHeight"
+    for width, cut in ((1280, False), (390, True)):
+        few = show(many(loaded_report(60.0), 8), width).ask(height)
+        page = show(many(loaded_report(60.0), 24), width)
+        page.resize(width)
+        assert page.ask(height) < 1.1 * few
+        assert page.ask(CUT) == [[cut, False, True]] * 8
+        for place in LISTS:
+            shown = f"document.querySelectorAll('#{place} tbody tr, #{place} > li').length"
+            assert page.ask(shown) == 8
+            button = f"#{place} + button"
+            assert page.text(button) == "Show all 24"
+            if place == "engines-table":
+                assert f"{POD}-23" in page.ask(f"document.getElementById('{place}').textContent")
+            page.page.click(button)
+            assert page.ask(shown) == 24
+            assert page.text(button) == "Show fewer"
+        page.resize(width)
+        assert page.complaints == []
+
+
 def test_a_silent_broker_and_a_restart_are_told_and_survived(tab: OpenTab) -> None:
     """Silence and a daemon that is gone: what is shown is old, grey and says since when."""
     unknown = ["Unknown", "quiet", "quiet"]
@@ -253,6 +304,14 @@ def test_a_silent_broker_and_a_restart_are_told_and_survived(tab: OpenTab) -> No
             assert page.ask(SHOWN_STATE) == unknown
             assert re.search(r"unknown since \d\d:\d\d:\d\d, for \d+ s", page.text("#verdict"))
             page.page.click("#pause")
+        late = tab(port, DESKTOP)  # it shows the last report, as old, and what was before it
+        assert late.ask(SHOWN_STATE) == unknown
+        assert re.search(r"What is below is of \d\d:\d\d:\d\d\.", late.text("#verdict"))
+        assert re.search(r"What is shown is from .*, .* ago", late.text("#contact-text"))
+        assert "llama" in late.text("#engines-table")
+        assert "process" in late.text("#identity")
+        assert late.text("#uptime") == ""
+        assert late.complaints == []
         asked.answers.set()
         page.until("!document.getElementById('contact').checkVisibility()")
         assert page.text("#pause") == "Resume"

@@ -135,6 +135,11 @@ Change = tuple[tuple[str | int, ...], Any]
 # What is changed in a healthy report, the rule that must speak, and words it must say.
 CASES: list[tuple[str, Change, list[str]]] = [
     ("lane down", ((*LANE, "state"), "down"), ["cuda:", "kvd doctor"]),
+    (
+        "lane stopped",
+        ((*LANE, "stopped"), "pid 9 is stopped (state T)"),
+        ["cuda:", "pid 9", "-CONT"],
+    ),
     ("lane starting", ((*LANE, "state"), "starting"), ["cuda:"]),
     ("not ready", (("checks", 0), FAILED), ["Pool: 40 % pinned"]),
     ("pinning", ((*LANE, "pin_error"), "no memory"), ["no memory", "64 GiB", "kernel memory"]),
@@ -150,6 +155,11 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("sessions", (("sessions", "open"), 1000), ["1000 of 1024", "max_sessions"]),
     ("tier starting", ((*TIER, "state"), "starting"), ["Tier disk"]),
     ("tier down", ((*TIER, "state"), "down"), ["Tier disk", "kvd doctor"]),
+    (
+        "tier stopped",
+        ((*TIER, "stopped"), "pid 9 is stopped (state T)"),
+        ["disk", "pid 9", "-CONT"],
+    ),
     ("tier set aside", ((*TIER, "set_aside_seconds"), 75.0), ["disk", "1 min 15 s", "iostat"]),
     ("tier unopened", ((*TIER, "unopened_seconds"), 75.0), ["disk", "1 min 15 s", "iostat"]),
     ("tier corrupt", ((*TIER, "counters", "gets", "corrupt"), 2), ["2 chunks", "disk", "smartctl"]),
@@ -192,6 +202,46 @@ def test_every_rule_has_a_case() -> None:
     """`missing ranks` has a test of its own."""
     rules = {rule.name for rules in CONDITIONS.values() for rule in rules}
     assert rules == {case[0] for case in CASES} | {"missing ranks"}
+
+
+@pytest.mark.parametrize(
+    ("number", "others"),
+    [
+        (1, ""),
+        (2, " The same holds for 1 other namespace: llama-1."),
+        (4, " The same holds for 3 other namespaces: llama-1, llama-2, llama-3."),
+        (6, " The same holds for 5 other namespaces: llama-1, llama-2, llama-3 and 2 more."),
+    ],
+)
+def test_what_holds_for_several_is_one_condition(number: int, others: str) -> None:
+    """Six models that are evicted young are one hint: how many they are, and the first few."""
+    before, now = loaded_report(0.0), loaded_report(LATER)
+    for report, ages in ((before, histogram(AGES)), (now, histogram(AGES, 0, 9))):
+        model = changed(report["namespaces"][0], "counters", "eviction_age", to=ages)
+        report["namespaces"] = [
+            model | {"id": str(index), "model": f"llama-{index}"} for index in range(number)
+        ]
+    (hint,) = conditions(Span(now, before))
+    assert hint.text.startswith("Chunks of llama-0 are evicted")
+    assert hint.text.partition("for this load.")[2] == others
+
+
+@pytest.mark.parametrize("items", ["lanes", "engines", "namespaces", "tiers"])
+def test_every_rule_of_a_list_speaks_once(items: str) -> None:
+    """Whatever is wrong with all items of a list, no rule has a second condition for it."""
+    before, now = loaded_report(0.0), loaded_report(LATER)
+    for rule, (path, value), _ in CASES:
+        if path[0] != items:
+            continue
+        report = changed(now, *path, to=value)
+        place, broken = path[1], report[items][path[1]]
+        id_field = "id" if items == "namespaces" else "device" if items == "lanes" else "name"
+        report[items] = [broken | {id_field: f"{index:02}"} for index in range(24)]
+        start = before[items][place]
+        start = start | {"counters": start["counters"] | {"eviction_age": histogram(AGES)}}
+        earlier = before | {items: [start | {id_field: f"{index:02}"} for index in range(24)]}
+        names = [condition.name for condition in conditions(Span(report, earlier))]
+        assert names.count(rule) == 1
 
 
 def test_ranks_may_start_apart_but_not_for_long() -> None:

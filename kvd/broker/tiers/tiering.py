@@ -405,9 +405,11 @@ class Tiering:
         outstanding = bool(tier.batches)
         breaker.check(now, outstanding=outstanding)
         if (silent := child.silent(now)) > max(IDLE_PING_SECONDS, breaker.late_seconds):
-            breaker.trip("late", now, f"its process has not answered for {silent:.1f} s")
+            breaker.trip(
+                "late", now, f"its process has not answered for {silent:.1f} s{child.cause}"
+            )
         if outstanding and (stuck := now - breaker.moved_at) > STUCK_SECONDS:
-            return self._kill(tier, f"nothing has moved for {stuck:.1f} s")
+            return self._kill(tier, f"nothing has moved for {stuck:.1f} s{child.cause}")
         if child.ping_due(now, LIVENESS_SECONDS if outstanding else IDLE_PING_SECONDS):
             return [ToTier(tier.index, TierPing())]
         return []

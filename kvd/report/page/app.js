@@ -4,7 +4,7 @@ import { Charts } from "./charts.js";
 import { $, say, set } from "./dom.js";
 import { History } from "./history.js";
 import { showForecast, showMisses } from "./memory.js";
-import { showChecks, showEvents, showConditions, showState, showUnknown, stateOf } from "./overview.js";
+import { showChecks, showEvents, showConditions, showIdentity, showState, showUnknown, stateOf } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Stream } from "./stream.js";
 import { showTiers } from "./tiers.js";
@@ -22,7 +22,10 @@ let outage = null; // {since, text, next}: why what is shown is old
 
 const stream = new Stream({
   report: take,
-  trouble: (text, since) => silence({ since, text: `The broker does not answer: ${text}.`, next: null }),
+  trouble: ({ text, since, time, last_report: last }) => {
+    silence({ since, text: `The broker does not answer: ${text}.`, next: null });
+    if (last && !history.now) takeLast(last, time - last.time);
+  },
   lost: (wait) => silence({
     since: outage?.since ?? heard ?? Date.now() / 1000,
     text: "There is no contact with the daemon.",
@@ -54,6 +57,15 @@ function take(report) {
   if (!paused || back) show();
 }
 
+/** Show the report from before the broker fell silent, some seconds ago: a page that has just opened has no other. */
+function takeLast(report, age) {
+  history.add(report);
+  heard = Date.now() / 1000 - age;
+  recall();
+  contact();
+  show();
+}
+
 /** Ask for what was before this page was opened. */
 async function recall() {
   const answer = await fetch("history").catch(() => null);
@@ -65,6 +77,7 @@ async function recall() {
 function show() {
   const report = history.now;
   if (!report) return;
+  showIdentity(report);
   if (!outage) {
     showState(report);
     const words = showConditions(report);
@@ -92,8 +105,8 @@ function contact() {
   document.body.classList.toggle("stale", outage !== null);
   set($("contact"), "hidden", outage ? null : "");
   if (outage) {
-    showUnknown(outage.since);
-    const seen = heard == null ? "Nothing has come yet" : `What is shown is from ${clock(heard)}, ${duration(now - heard)} ago`;
+    showUnknown(outage.since, heard);
+    const seen = heard == null ? "No report has come yet" : `What is shown is from ${clock(heard)}, ${duration(now - heard)} ago`;
     const next = outage.next == null ? "" : ` Next try in ${duration(Math.max(1, outage.next - now))}.`;
     say($("contact-text"), `${outage.text} ${seen}.${next}`);
     say($("link"), `no contact since ${clock(outage.since)}`);
@@ -129,11 +142,6 @@ $("retry").addEventListener("click", () => stream.open());
 $("restart-seen").addEventListener("click", () => {
   set($("restart"), "hidden", "");
   $("now").focus();
-});
-$("events-more").addEventListener("click", () => {
-  const open = $("events-more").getAttribute("aria-expanded") === "true";
-  set($("events-more"), "aria-expanded", String(!open));
-  if (history.now) showEvents(history.now);
 });
 $("forecast-model").addEventListener("change", () => history.now && showForecast(history.now));
 $("jobs-lane").addEventListener("change", () => history.now && showJobs(history));

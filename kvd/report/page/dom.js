@@ -1,6 +1,9 @@
-// Making and changing elements. Data only ever becomes text or attributes, never markup.
+// Making and changing elements, lists and names among them. Data only ever becomes text or attributes, never markup.
+
+import { halves } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const FEW = 8; // rows of a list that are shown without a click
 
 export const $ = (id) => document.getElementById(id);
 
@@ -60,10 +63,52 @@ export function each(parent, items, key, make, update) {
 }
 
 /**
+ * Show the first few of `items` by `draw(items)`, and all of them once a button behind `list` is
+ * pressed. Those with trouble come first.
+ */
+export function fold(list, items, troubled, draw) {
+  let button = list.nextElementSibling;
+  if (!button?.classList.contains("fold")) {
+    button = el("button", { class: "fold", type: "button", "aria-expanded": "false", "aria-controls": list.id });
+    list.after(button);
+  }
+  const open = button.getAttribute("aria-expanded") === "true";
+  set(button, "hidden", items.length > FEW ? null : "");
+  say(button, open ? "Show fewer" : `Show all ${items.length}`);
+  button.onclick = () => {
+    set(button, "aria-expanded", String(!open));
+    fold(list, items, troubled, draw);
+  };
+  const ordered = items.length > FEW ? [...items].sort((a, b) => troubled(b) - troubled(a)) : items;
+  draw(open ? ordered : ordered.slice(0, FEW));
+}
+
+/** Show a name in as much room as there is; its middle is left out first. The whole is on hover. */
+export function showName(box, name) {
+  set(box, "title", name);
+  if (box.hasChildNodes()) return; // a row keeps its name
+  const [head, tail] = halves(name);
+  box.append(tail ? el("span", { class: "name" }, el("span", {}, head), el("span", {}, tail)) : head);
+}
+
+/** A cell of a table with a name. */
+export function named(name) {
+  return { draw: (box) => showName(box, name) };
+}
+
+const BAD = new Set(["bad", "warn"]);
+
+/**
  * Fill a table's body. Each row is {key, cells}; a cell is a text, or {text, tone, title, draw}
- * where `draw(cell)` adds what text cannot say. The first cell heads its row.
+ * where `draw(cell)` adds what text cannot say. The first cell heads its row. Of a list of things
+ * (a table that stacks) only a few are shown at first.
  */
 export function rows(table, data) {
+  if (!table.classList.contains("stacks")) fill(table, data);
+  else fold(table, data, (row) => row.cells.some((cell) => BAD.has(cell.tone)), (shown) => fill(table, shown));
+}
+
+function fill(table, data) {
   const heads = [...table.tHead.rows].at(-1).cells;
   each(
     table.tBodies[0],

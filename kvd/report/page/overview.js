@@ -1,11 +1,10 @@
 // The top of the page and the events: state, what is wrong now, readiness, what happened.
 
-import { $, each, el, say, set, svg } from "./dom.js";
-import { clock, duration, several } from "./words.js";
+import { $, each, el, fold, say, set, svg } from "./dom.js";
+import { clock, device, duration, several } from "./words.js";
 
 const TONES = { error: "bad", warning: "warn", hint: "info", info: "quiet" };
 const LEVELS = { error: "Problem", warning: "Warning", hint: "Hint" };
-const FEW_EVENTS = 12;
 
 export function stateOf(report) {
   if (report.draining) return { text: "Draining", tone: "warn" };
@@ -16,18 +15,26 @@ export function showState(report) {
   const { text, tone } = stateOf(report);
   say($("state"), text);
   set($("state"), "data-tone", tone);
-  say($("where"), `on ${report.host}, ${report.runtime_dir}`);
   say($("uptime"), `up ${duration(report.time - report.started)}`);
+}
+
+/** Which daemon a report is of. */
+export function showIdentity(report) {
+  say($("where"), `on ${report.host}, ${report.runtime_dir}`);
   say($("identity"), `${report.version}, process ${report.pid}, boot ${report.boot_id.slice(0, 8)}`);
 }
 
-/** What is shown while no report comes: nobody knows how the daemon is; `since` in unix seconds. */
-export function showUnknown(since) {
+/**
+ * What is shown while no report comes: how the daemon is, is unknown. In unix seconds: `since` when,
+ * and `heard`, when the last report was made; null without one.
+ */
+export function showUnknown(since, heard) {
   say($("state"), "Unknown");
   set($("state"), "data-tone", "quiet");
   say($("uptime"), "");
   const time = `${clock(since)}, for ${duration(Date.now() / 1000 - since)}`;
-  say($("verdict"), `The daemon's state is unknown since ${time}. What is below is older.`);
+  const older = heard == null ? "" : ` What is below is of ${clock(heard)}.`;
+  say($("verdict"), `The daemon's state is unknown since ${time}.${older}`);
   set($("verdict"), "data-tone", "quiet");
 }
 
@@ -63,15 +70,15 @@ function doing(report) {
 }
 
 export function showChecks(report) {
-  each($("checks"), report.checks, (check) => check.name,
+  fold($("checks"), report.checks, (check) => !check.ok, (shown) => each($("checks"), shown, (check) => check.name,
     () => el("li", {}, el("b"), el("span", { class: "words" }), el("span", { class: "progress" })),
     (item, check) => {
       const [name, text, progress] = item.children;
       set(item, "data-tone", check.ok ? "good" : "warn");
-      say(name, check.name);
+      say(name, check.name.replace(/cuda:.*/, device)); // of a lane
       say(text, `${check.ok ? "" : "not yet: "}${check.text}`);
       fill(progress, check);
-    });
+    }));
 }
 
 /** How far a check has come, while it has a way to go. */
@@ -88,11 +95,8 @@ function fill(place, check) {
 
 export function showEvents(report) {
   const all = [...report.events].sort((a, b) => b.number - a.number);
-  const open = $("events-more").getAttribute("aria-expanded") === "true";
-  set($("events-more"), "hidden", all.length > FEW_EVENTS ? null : "");
-  say($("events-more"), open ? "Show fewer" : `Show all ${all.length}`);
   set($("no-events"), "hidden", all.length ? "" : null);
-  each($("events-list"), open ? all : all.slice(0, FEW_EVENTS), (event) => event.number,
+  fold($("events-list"), all, () => 0, (shown) => each($("events-list"), shown, (event) => event.number,
     () => el("li", {}, el("time"), el("span")),
     (item, event) => {
       const [time, text] = item.children;
@@ -100,5 +104,5 @@ export function showEvents(report) {
       set(time, "datetime", new Date(event.time * 1000).toISOString());
       say(time, clock(event.time));
       say(text, `${LEVELS[event.level] ? `${LEVELS[event.level]}: ` : ""}${event.text}`);
-    });
+    }));
 }

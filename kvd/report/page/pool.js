@@ -1,7 +1,7 @@
 // The pool as a picture: cells of equal size, coloured by namespace, filled by state.
 
-import { $, each, el, rows, say, set, svg } from "./dom.js";
-import { number, percent, shorten, size } from "./words.js";
+import { $, each, el, rows, say, set, showName, svg } from "./dom.js";
+import { number, percent, size } from "./words.js";
 
 const CELLS = 400;
 const COLOURS = 6;
@@ -109,10 +109,11 @@ export class Pool {
 function name(box, namespace, index) {
   if (!box.children.length) {
     const cell = svg("rect", { x: 1, y: 1, width: 8, height: 8, rx: 1.5 });
-    box.append(svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" }, cell), el("span"));
+    const swatch = svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" }, cell);
+    box.append(el("div", { class: "model" }, swatch, el("span")));
   }
   set(box.querySelector("rect"), "class", `ns${index % COLOURS} ready`);
-  say(box.querySelector("span"), shorten(namespace.model));
+  showName(box.querySelector("span"), namespace.model);
   set(box, "title", `${namespace.model}, namespace ${namespace.id}`);
 }
 

@@ -5,7 +5,7 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15000;
 
 /**
- * Calls `on.report(report)`, `on.trouble(text, since)` and
+ * Calls `on.report(report)`, `on.trouble({text, since, time, last_report})` and
  * `on.lost(waitMs)`; whatever becomes of the server, it tries again.
  */
 export class Stream {
@@ -28,7 +28,7 @@ export class Stream {
       take(JSON.parse(event.data));
     });
     hear("report", (report) => this.#on.report(report));
-    hear("trouble", ({ text, since }) => this.#on.trouble(text, since));
+    hear("trouble", (trouble) => this.#on.trouble(trouble));
     source.onerror = () => this.#again();
     this.#expect();
   }

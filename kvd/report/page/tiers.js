@@ -1,8 +1,8 @@
 // What lies below the pool: a row for each tier, where there are any.
 
-import { $, rows, set } from "./dom.js";
+import { $, named, rows, set } from "./dom.js";
 import { gained, quantile } from "./history.js";
-import { NOTHING, duration, latency, named, number, rate, several, size } from "./words.js";
+import { NOTHING, duration, latency, number, rate, several, size } from "./words.js";
 
 export function showTiers(history) {
   const { now, before } = history;
@@ -35,6 +35,7 @@ export function showTiers(history) {
 
 function state(tier) {
   const time = `for ${duration(tier.state_seconds)}`;
+  if (tier.stopped) return { text: tier.stopped, tone: "bad" };
   if (tier.state !== "up") return { text: `${tier.state} ${time}`, tone: tier.state === "down" ? "bad" : "warn" };
   if (tier.breaker === "open") return { text: `set aside ${time}`, tone: "bad" };
   if (tier.breaker === "probing") return { text: `probing, set aside ${time}`, tone: "bad" };

@@ -86,14 +86,17 @@ export function device(name) {
  * `shorten` in kvd/metrics/reading.py.
  */
 export function shorten(name) {
-  let letters = [...name];
-  if (letters.length > NAME_LENGTH) letters = [...name.replace(SNAPSHOT, "$1@$2")];
-  if (letters.length <= NAME_LENGTH) return letters.join("");
-  const head = Math.floor(NAME_LENGTH / 2);
-  return `${letters.slice(0, head).join("")}…${letters.slice(head + 1 - NAME_LENGTH).join("")}`;
+  const [head, tail] = halves(name);
+  return tail ? `${[...head].slice(0, NAME_LENGTH / 2).join("")}…${tail}` : head;
 }
 
-/** A cell of a table: the short name, and the whole one on hover. */
-export function named(name) {
-  return { text: shorten(name), title: name };
+/**
+ * A name's beginning and the end that is shown in any case; the end is empty where the name is
+ * short. A path in a Hugging Face cache becomes model and revision.
+ */
+export function halves(name) {
+  let letters = [...name];
+  if (letters.length > NAME_LENGTH) letters = [...name.replace(SNAPSHOT, "$1@$2")];
+  const end = letters.length > NAME_LENGTH ? letters.length - Math.floor(NAME_LENGTH / 2) : letters.length;
+  return [letters.slice(0, end).join(""), letters.slice(end).join("")];
 }

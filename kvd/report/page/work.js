@@ -1,8 +1,8 @@
 // Who works: lanes, their jobs by stage, the broker, engines and ranks.
 
-import { $, each, el, rows, say, set, svg } from "./dom.js";
+import { $, each, el, named, rows, say, set, svg } from "./dom.js";
 import { count, gained, mean, merged, quantile } from "./history.js";
-import { NOTHING, device, duration, latency, named, number, percent, several, size } from "./words.js";
+import { NOTHING, device, duration, latency, number, percent, several, size } from "./words.js";
 
 const STAGES = {
   queued: "until it started",
@@ -17,7 +17,7 @@ export function showLanes(report) {
     key: lane.device,
     cells: [
       { draw: (box) => { say(box, device(lane.device)); set(box, "title", lane.device); } },
-      { text: lane.state, tone: TONES[lane.state] },
+      lane.stopped ? { text: lane.stopped, tone: "bad" } : { text: lane.state, tone: TONES[lane.state] },
       lane.seconds_since_heard == null ? NOTHING : `${latency(lane.seconds_since_heard)} ago`,
       lane.queued_jobs ? `${several(lane.queued_jobs, "job")}, ${latency(lane.oldest_job_seconds)}` : "empty",
       size(lane.bytes_in_flight),
