@@ -203,6 +203,26 @@ def test_after_a_reset_of_the_engines_own_cache_everything_is_published_again() 
     assert not publisher.take()
 
 
+def test_after_such_a_reset_chunks_that_only_tiers_have_are_published_with_tokens() -> None:
+    """The engine remembers tokens of chunks that have left memory."""
+    pool = Pool(described(11))
+    pool.tiers = (TierInfo(name="disk", medium="disk", shared=False),)
+    publisher = Publisher(pool)
+    device_pool = BlockPool(4, True, BLOCK, True)
+    publisher.events.watch(device_pool)
+    in_tiers = {key_of(11): location(NO_SLOT)}
+    pool.changes.stored_in_tiers |= in_tiers
+    _, first = publisher.take()
+    pool.changes.removed.append(key_of(11))
+    publisher.take()
+    pool.descriptions = ()
+    pool.changes.stored_in_tiers |= in_tiers
+    assert device_pool.reset_prefix_cache()
+    assert publisher.take() == [first]
+    assert isinstance(first, BlockStored)
+    assert first.token_ids == [1, 2, 3, 4]
+
+
 def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     """As soon as something waits, then at most once a second while more and more comes."""
     pool = Pool()
