@@ -70,6 +70,12 @@ class RecordingScheduler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
+    def repeat_changes(self) -> None:
+        """Let all that is there be named again, and nothing else be removed."""
+        self._scheduler.repeat_changes()
+        self.ready.clear()
+        self.in_tiers.clear()
+
     def take_changes(self) -> Differences:
         """Return what `Scheduler.take_changes` does."""
         changes: Differences = self._scheduler.take_changes()
