@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+import zmq
+from vllm.distributed.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.engine.core import EngineCoreProc
@@ -27,6 +34,7 @@ from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
 from tests.vllm.configs import configured
 from tests.vllm.stepping import Lender, Stepping
+from tests.waiting import PATIENCE
 
 BLOCK = 4
 TOKENS = b"".join(token.to_bytes(4, "little") for token in range(1, 2 * BLOCK + 1))
@@ -308,6 +316,33 @@ def core(make: Callable[[], Stepping]) -> Iterator[Core]:
     core = Core(make)
     yield core
     core.half.shutdown()
+
+
+def test_a_data_parallel_replica_publishes_on_its_port_and_names_its_rank(core: Core) -> None:
+    """Its endpoint's port is that of the flag plus its rank, and vLLM puts the rank in each batch.
+
+    The connector publishes by vLLM's publisher, also while the engine is idle.
+    """
+    offset = ZmqEventPublisher.offset_endpoint_port
+    assert offset("tcp://*:5557", 1) == "tcp://*:5558"
+    with pytest.raises(ValueError, match="endpoint"):
+        offset("ipc:///tmp/events", 1)
+    publisher = ZmqEventPublisher(1, "inproc://kvd-events", topic="kv@pod@model")
+    replica: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    try:
+        replica.subscribe("")
+        replica.connect("inproc://kvd-events_dp1")
+        device = SimpleNamespace(take_events=list)
+        core.scheduler = SimpleNamespace(kv_cache_manager=device, kv_event_publisher=publisher)
+        assert not core.half.has_pending_push_work()
+        assert replica.poll(int(PATIENCE * 1000))
+        _, _, payload = replica.recv_multipart()
+    finally:
+        replica.close()
+        publisher.shutdown()
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert batch.data_parallel_rank == 1
+    assert [type(event) for event in batch.events] == [BlockStored]
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(
