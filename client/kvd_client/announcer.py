@@ -11,7 +11,9 @@ on. What follows from routers' rules:
 - Tiers are a medium of their own: a router has a block until no medium has it.
 
 The description of a chunk is read when the chunk comes into memory. If there are tiers, it is
-remembered, because the chunk may leave memory before the engine reads that a tier has it. A chunk
+remembered, because the chunk may leave memory before the engine reads that a tier has it, and
+because tiers do not give descriptions. It is remembered for chunks that tiers have lost, too: a
+restart of the daemon or of a tier, or a long detachment, removes chunks that come back. A chunk
 whose description could not be read is announced by its key alone.
 
 A repeat round announces everything again, for a router that started late or lost messages:
@@ -53,7 +55,8 @@ from kvd_proto.errors import DescriptionError
 
 MAX_REANNOUNCED_RUNS = 500  # of blocks that one call of `announce` announces again
 MAX_REMEMBERED_REMOVALS = 65_536  # the newest, which repeat rounds repeat
-# Descriptions of chunks that left memory, the newest: a tier may report such a chunk later.
+# Descriptions of chunks that left memory, the newest: a tier may report such a chunk later. And so
+# many more descriptions of chunks that tiers have or had than tiers ever had chunks.
 MAX_DEPARTED = 4096
 REMOVALS_PER_CHUNK = 16  # removals that cost as much in a repeat round as one chunk
 _VISITS_PER_CHUNK = 8  # steps of a round in one part, for each chunk that the part may repeat
@@ -79,7 +82,10 @@ class Announcer:
         self._tier_groups = tier_groups
         self._memory: dict[bytes, AnnouncedChunk] = {}  # by key
         self._tiers: dict[bytes, AnnouncedChunk] = {}
-        self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
+        # Descriptions of chunks that left memory, and of chunks that left tiers, newest last.
+        self._departed: OrderedDict[bytes, bytes] = OrderedDict()
+        self._departed_from_tiers: OrderedDict[bytes, bytes] = OrderedDict()
+        self._most_in_tiers = 0  # the largest number of chunks in tiers so far
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
         self._num_removals_left = 0  # of the round: the oldest removals
@@ -115,22 +121,26 @@ class Announcer:
         if differences.stored or differences.stored_in_tiers:
             for contents in self._parents_first(self._read_differences(differences)):
                 self._store(contents, announcements, dropped)
+            self._most_in_tiers = max(self._most_in_tiers, len(self._tiers))
         tiers, memory = self._tiers, self._memory
-        dropped += [tiers.pop(key) for key in differences.removed_from_tiers if key in tiers]
-        for key in differences.removed:
-            if key in memory:
-                chunk = memory.pop(key)
-                dropped.append(chunk)
-                if chunk.description:
-                    self._departed[key] = chunk.description
-                    self._departed.move_to_end(key)
-        while len(self._departed) > MAX_DEPARTED:
-            self._departed.popitem(last=False)
+        left_tiers = {key: tiers.pop(key) for key in differences.removed_from_tiers if key in tiers}
+        left_memory = {key: memory.pop(key) for key in differences.removed if key in memory}
+        self._remember_departed(left_memory, left_tiers)
+        dropped += [*left_tiers.values(), *left_memory.values()]
         if dropped:
             self._drop(dropped, announcements)
         if self._chains.to_recheck:
             self._announce_chained(announcements)
         return announcements
+
+    def forget(self) -> None:
+        """Treat nothing as announced, as routers do after AllBlocksCleared; keep descriptions."""
+        memory, tiers = self._memory, self._tiers
+        self._memory, self._tiers = {}, {}
+        self._remember_departed(memory, tiers)
+        self._chains = BlockChains()
+        self._removals.clear()
+        self._num_removals_left, self._round = 0, None
 
     # ----------------------------------------------------------- repeat rounds
 
@@ -253,14 +263,15 @@ class Announcer:
     ) -> Description | None:
         """Return the description of a chunk that came into tiers; None: it is unknown.
 
-        The first of: of its chunk in memory, in tiers, as remembered since it left memory, and in
-        the slot that it has left now.
+        The first of: of its chunk in memory, in tiers, as remembered since it left memory or tiers,
+        and in the slot that it has left now.
         """
         for chunk in (self._memory.get(key), self._tiers.get(key)):
             if chunk is not None and (description := self._description(chunk)) is not None:
                 return description
-        if key in self._departed:
-            return decode(self._departed[key])
+        encoded = self._departed.get(key) or self._departed_from_tiers.get(key)
+        if encoded is not None:
+            return decode(encoded)
         return None if last_location is None else self._describe(last_location)
 
     def _description(self, chunk: AnnouncedChunk) -> Description | None:
@@ -323,6 +334,8 @@ class Announcer:
         if key in chunks:
             dropped.append(chunks[key])
         chunks[key] = chunk
+        if in_tiers:
+            self._departed_from_tiers.pop(key, None)
         if removed:
             announcements.append(RemovedBlocks(tuple(removed), group, in_tiers))
         for begin, end in runs(is_announced):
@@ -382,6 +395,26 @@ class Announcer:
         return encoded
 
     # ----------------------------------------------------------------- removed
+
+    def _remember_departed(
+        self, left_memory: dict[bytes, AnnouncedChunk], left_tiers: dict[bytes, AnnouncedChunk]
+    ) -> None:
+        """Remember the descriptions of chunks that have left, a bounded number.
+
+        Those that left tiers have a bound of their own: a daemon's restart may remove all chunks of
+        both, and tiers' chunks come back.
+        """
+        max_from_tiers = self._most_in_tiers + MAX_DEPARTED - len(self._tiers)
+        for departed, chunks, max_departed in (
+            (self._departed, left_memory, MAX_DEPARTED),
+            (self._departed_from_tiers, left_tiers, max_from_tiers),
+        ):
+            for key, chunk in islice(chunks.items(), max(0, len(chunks) - max_departed), None):
+                if chunk.description:
+                    departed[key] = chunk.description
+                    departed.move_to_end(key)
+            while len(departed) > max_departed:
+                departed.popitem(last=False)
 
     def _drop(self, chunks: list[AnnouncedChunk], announcements: list[Announcement]) -> None:
         """Announce the removal of blocks that only these chunks had."""

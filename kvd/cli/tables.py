@@ -27,6 +27,7 @@ from kvd.metrics.reading import (
 
 _UNLIMITED_COLUMNS = 10_000
 _CHUNK_STATES = ("ready", "lent", "writing", "pinned")
+_UNREPORTED = "not known: keys were not found, and no engine has reported why (report_missed)"
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 MAX_MISS_REASONS = 3  # why chunks were missed
 POOL_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
@@ -202,7 +203,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         *rows,
         ("chunks offered", offered + "".join(refused)),
         ("chunks evicted", number(counters["evicted"] + counters["yielded"])),
-        ("chunks missed", misses_text(counters) or "0"),
+        ("chunks missed", misses_text(counters)),
         ("looked up", f"{several(tokens, 'prompt token')}, {several(chunks, 'key')}"),
         ("found", f"{token_share} of prompt tokens, {key_share} of keys looked up"),
         ("leases", number(report["leases"])),
@@ -251,14 +252,15 @@ _REASON_TEXTS = {
 
 
 def misses_text(counters: Mapping[str, Any]) -> str:
-    """Return how many chunks were missed, and the most frequent reasons; "" if none was missed.
+    """Return how many chunks were missed, and the most frequent reasons.
 
     For example ``1,200: 60 % never seen, 30 % evicted (median 12 min before), 10 % being stored``.
+    Engines report misses apart from lookups, and some do not.
     """
     missed = counters["missed"]
     total = sum(missed.values())
     if not total:
-        return ""
+        return _UNREPORTED if _has_unreported_misses(counters) else "0"
     median_age = Histogram(**counters["missed_age"]).quantile(0.5)
     parts = []
     for reason, count in sorted(missed.items(), key=lambda item: -item[1])[:MAX_MISS_REASONS]:
@@ -269,6 +271,16 @@ def misses_text(counters: Mapping[str, Any]) -> str:
             text = _REASON_TEXTS.get(MissReason(reason), reason.replace("_", " "))
             parts.append(f"{percent(count / total)} {text}{median}")
     return f"{number(total)}: {', '.join(parts)}"
+
+
+def _has_unreported_misses(counters: Mapping[str, Any]) -> bool:
+    """Return whether lookups while attached missed, by keys, and by tokens if these are counted.
+
+    The page decides the same in `memory.js`. For counters without a reported miss.
+    """
+    num_attached = counters["lookup_tokens"] - counters["detached_tokens"]
+    misses_keys = counters["lookup_chunks"] > counters["hit_chunks"]
+    return misses_keys and (not counters["lookup_tokens"] or num_attached > counters["hit_tokens"])
 
 
 def header(report: Report, restarts: int = 0) -> Text:

@@ -188,6 +188,7 @@ def test_a_socket_that_may_not_be_reached_is_explained(fake: FakeDaemon) -> None
 
 EVIL = "a\x1b[2J\0\u202e"
 SHOWN = "a\\x1b[2J\\x00\\u202e"
+LOOKUPS = ("lookup_chunks", "hit_chunks", "lookup_tokens", "hit_tokens", "detached_tokens")
 LONG = "org/a-model-with-a-name-that-is-longer-than-most-terminals-are-wide-" + "x" * 60
 
 
@@ -237,3 +238,28 @@ def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     report["namespaces"][0]["model"] = "[/]"
     print_report(report)
     assert "[red]evil[/]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lookups", "shown"),
+    [
+        ({}, "0"),
+        ({"lookup_chunks": 25, "hit_chunks": 16}, "not known"),
+        ({"lookup_chunks": 25, "hit_chunks": 25}, "0"),
+        # Two keys were polled until their stores had ended.
+        ({"lookup_chunks": 27, "hit_chunks": 25, "lookup_tokens": 9, "hit_tokens": 9}, "0"),
+        ({"lookup_chunks": 27, "hit_chunks": 25, "lookup_tokens": 9, "hit_tokens": 8}, "not known"),
+        # What no daemon served has its reason.
+        ({"lookup_chunks": 2, "lookup_tokens": 9, "detached_tokens": 9}, "0"),
+    ],
+)
+def test_misses_that_no_engine_reports_are_not_shown_as_none(
+    capsys: pytest.CaptureFixture[str], lookups: dict[str, int], shown: str
+) -> None:
+    """Where lookups missed and no miss was reported, `kvd status` does not say that none was."""
+    report = loaded_report(1.0)
+    report["counters"] |= dict.fromkeys(LOOKUPS, 0) | lookups
+    report["counters"]["missed"] = dict.fromkeys(report["counters"]["missed"], 0)
+    print_report(report)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "chunks missed" in line]
+    assert line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")[2].strip().startswith(shown)

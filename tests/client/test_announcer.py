@@ -148,10 +148,15 @@ class Listener:
     """
 
     def __init__(self, *, exact: bool) -> None:
+        self.is_deaf = False
+        self.forget()
+        self.exact = exact
+
+    def forget(self) -> None:
+        """Know no block any more, as after AllBlocksCleared."""
         self.counting, self.hashes, self.tree = CountingRouter(), HashRouter(), TreeRouter()
         self.plain: set[BlockId] = set()
-        self.is_deaf = self.lost = False
-        self.exact = exact
+        self.lost, self.exact = self.is_deaf, not self.is_deaf
 
     def hear(self, announcement: Announcement) -> None:
         """Tell it to all routers."""
@@ -176,6 +181,7 @@ class RoutersMachine(RuleBasedStateMachine):
         self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
         self.doomed: set[bytes] = set()  # of `in_memory`, those that cannot be described any more
         self.remembered: set[bytes] = set()  # keys whose descriptions are, since there are tiers
+        self.were_in_tiers: set[bytes] = set()  # keys whose descriptions are, since tiers had them
         self.listeners = [Listener(exact=True) for _ in range(3)]
         self.in_round: list[Listener] = []  # they have heard all of this round
         self.generation = 0
@@ -265,7 +271,9 @@ class RoutersMachine(RuleBasedStateMachine):
             key = key_of(node, group)
             if key not in differences.removed_from_tiers:
                 self.move(key, node, cut, differences, is_described=self.is_described(key))
-        self.bare -= {key for key in differences.stored if self.is_described(key)}
+        described = {key for key in differences.stored if self.is_described(key)}
+        self.were_in_tiers |= described & self.in_tiers.keys()
+        self.bare -= described
         self.hear(self.announcer.announce(differences))
 
     def move(
@@ -281,6 +289,7 @@ class RoutersMachine(RuleBasedStateMachine):
             self.bare.add(key)
         else:
             self.bare.discard(key)
+            self.were_in_tiers.add(key)
         self.in_tiers[key] = node, first
 
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
@@ -303,7 +312,7 @@ class RoutersMachine(RuleBasedStateMachine):
             self.descriptions.pop(place, None)
         if key not in self.in_memory:
             differences = Differences(last_locations={key: place})
-            is_described = place in self.descriptions or key in self.remembered
+            is_described = place in self.descriptions or self.is_described(key)
             self.move(key, node, cut, differences, is_described=is_described)
             self.hear(self.announcer.announce(differences))
         self.descriptions.pop(place, None)
@@ -320,7 +329,8 @@ class RoutersMachine(RuleBasedStateMachine):
 
     def is_described(self, key: bytes) -> bool:
         """Whether a chunk's description can be read in memory, or is remembered."""
-        return self.in_memory.get(key) in self.descriptions or key in self.remembered
+        is_remembered = key in self.remembered or key in self.were_in_tiers
+        return is_remembered or self.in_memory.get(key) in self.descriptions
 
     @rule(choice=st.integers(0, 100))
     def doom(self, choice: int) -> None:
@@ -343,6 +353,20 @@ class RoutersMachine(RuleBasedStateMachine):
     def go_on(self) -> None:
         """Nothing came or went."""
         self.hear(self.announcer.announce(Differences()))
+
+    @rule()
+    def forget(self) -> None:
+        """Routers forget all blocks; what is there comes again, memory first."""
+        self.bury()
+        self.announcer.forget()
+        for listener in self.listeners:
+            listener.forget()
+        self.in_round = []
+        self.hear(self.announcer.announce(Differences(dict(self.in_memory))))
+        differences = Differences()
+        for key, (node, first) in self.in_tiers.items():
+            self.move(key, node, first, differences, is_described=self.is_described(key))
+        self.hear(self.announcer.announce(differences))
 
     # ---------------------------------------------------------- repeat rounds
 
@@ -549,17 +573,62 @@ def test_chunks_on_their_way_to_tiers_keep_descriptions(
 ) -> None:
     """Of so many chunks that have left."""
     monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
-    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(3)]
+    announcer = with_chunks_in_memory(range(3))
+    announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
+    assert tokens_in_tiers(announcer, range(3)) == [b"", tokens_of([1]), tokens_of([2])]
+
+
+@pytest.mark.parametrize("takes", [["forget"], ["remove"], ["remove", "forget"]])
+def test_chunks_in_tiers_keep_descriptions(
+    monkeypatch: pytest.MonkeyPatch, takes: list[str]
+) -> None:
+    """They come back with tokens after AllBlocksCleared, and if tiers and memory have lost all."""
+    monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
+    announcer = with_chunks_in_memory(range(NODES))
+    tokens = [tokens_of([node]) for node in range(8)]
+    assert tokens_in_tiers(announcer, range(8)) == tokens
+    keys = [key_of(node) for node in range(NODES)]
+    announcer.announce(Differences(removed=keys[:8]))
+    for take in takes:
+        if take == "forget":
+            announcer.forget()
+        else:
+            announcer.announce(Differences(removed=keys[8:], removed_from_tiers=keys[:8]))
+        assert not list(announcer.announced)
+    assert tokens_in_tiers(announcer, range(8)) == tokens
+
+
+def test_descriptions_of_chunks_that_tiers_lost_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With those of chunks in tiers they are a few more than tiers ever had chunks: the newest."""
+    monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
+    announcer = with_chunks_in_memory(range(NODES))
+    keys = [key_of(node) for node in range(NODES)]
+    for begin in range(0, NODES, 2):
+        tokens_in_tiers(announcer, range(begin, begin + 2))
+        announcer.announce(Differences(removed_from_tiers=keys[begin : begin + 2]))
+    announcer.announce(Differences(removed=keys))
+    known = [bool(tokens) for tokens in tokens_in_tiers(announcer, range(NODES))]
+    assert known == [False] * (NODES - 4) + [True] * 4
+
+
+def with_chunks_in_memory(nodes: Iterable[int]) -> Announcer:
+    """Has announced a chunk of one block for each, whose descriptions cannot be read any more."""
+    places = [ChunkLocation(node, 1, 0, 1, 0) for node in nodes]
     descriptions = {place: describe([place.slot], None) for place in places}
     announcer = Announcer(descriptions.get)
     announcer.has_tiers = True
     announcer.announce(Differences({key_of(place.slot): place for place in places}))
     descriptions.clear()
-    announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
-    in_tiers = {key_of(node): ChunkLocation(NO_SLOT, 0, 0, 4, 0) for node in range(3)}
+    return announcer
+
+
+def tokens_in_tiers(announcer: Announcer, nodes: Iterable[int]) -> list[bytes]:
+    """Let tiers get these chunks; return the tokens that are announced of them."""
+    in_tiers = {key_of(node): ChunkLocation(NO_SLOT, 0, 0, 1, 0) for node in nodes}
     announced = announcer.announce(Differences(stored_in_tiers=in_tiers))
-    tokens = [stored.tokens for stored in announced if isinstance(stored, StoredBlocks)]
-    assert tokens == [b"", tokens_of([1]), tokens_of([2])]
+    return [stored.tokens for stored in announced if isinstance(stored, StoredBlocks)]
 
 
 def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,15 @@ def run_example(words: str, daemon: Daemon, folder: Path) -> None:
 
 
 def test_example_engine_runs(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    """The second prompt comes from the cache, as the guide prints it, and half of the tokens."""
+    """The second prompt comes from the cache, as the guide prints it, and half of the tokens.
+
+    It reports why the first one missed.
+    """
     daemon = start_daemon()
     run_example("def serve(", daemon, tmp_path)
     counters = daemon.status()["counters"]
     assert (counters["hit_tokens"], counters["lookup_tokens"]) == (320, 640)
+    assert sum(counters["missed"].values()) == counters["missed"]["never_seen"] == 10
 
 
 def test_example_of_two_processes_runs(shared_daemon: Daemon, tmp_path: Path) -> None:

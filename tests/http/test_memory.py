@@ -78,6 +78,19 @@ def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> No
     assert page.text("#misses-note") == note
 
 
+def test_misses_that_no_engine_reports_are_not_shown_as_none(show: Show) -> None:
+    """Where lookups missed the card says so; where none did, that nothing was missed."""
+    report = loaded_report(60.0)
+    counters = report["counters"]
+    counters["missed"] = dict.fromkeys(counters["missed"], 0)
+    for namespace in report["namespaces"]:
+        namespace["missed_tokens"] = {}
+    unreported = "Keys were not found, and no engine has reported why (report_missed)."
+    assert show(report).text("#misses-note") == unreported
+    counters["hit_tokens"] = counters["lookup_tokens"]
+    assert show(report).text("#misses-note") == "Nothing was missed yet."
+
+
 def test_the_cards_fit_and_can_be_read(
     show: Show, broker: tuple[Asked, int], tmp_path: Path
 ) -> None:

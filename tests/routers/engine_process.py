@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.v1.core.block_pool import BlockPool
 
-from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket
+from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket, announcer
 from kvd_client.changes import Differences
 from kvd_client.tickets import pack_chunks
 from kvd_client.vllm.events import PoolEvents
@@ -32,12 +33,14 @@ from tests.routers.content import (
     conversation,
 )
 from tests.routers.indexer import endpoints
+from tests.routers.llmd import BLOCK_TOKENS
 
 NAP_SECONDS = 0.005
 BLOCKS = CHUNKS * FACTOR + 1  # one is the null block
 PARTIAL = 0.2  # so many of a window's stores begin with the last block of a chunk
 PROMOTED = 0.3  # of conversations
 JOB_SECONDS = 10.0  # a lane may have been killed meanwhile
+MAX_DEPARTED = 64  # far fewer than a model's chunks that only tiers have
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,12 @@ class RecordingScheduler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
+    def repeat_changes(self) -> None:
+        """Let all that is there be named again, and nothing else be removed."""
+        self._scheduler.repeat_changes()
+        self.ready.clear()
+        self.in_tiers.clear()
+
     def take_changes(self) -> Differences:
         """Return what `Scheduler.take_changes` does."""
         changes: Differences = self._scheduler.take_changes()
@@ -90,6 +99,8 @@ class Member:
         self._publishing = False
         self._recorded = RecordingScheduler(engine.scheduler)
         self._events = PoolEvents(self._recorded, [MAIN_GROUP], spec.repeat_seconds)  # type: ignore[arg-type]  # it delegates
+        self._device_pool = BlockPool(2, True, BLOCK_TOKENS, enable_kv_cache_events=True)
+        self._events.watch(self._device_pool)
         self._publisher = ZmqEventPublisher(0, *endpoints(folder, spec.name), topic=spec.topic)
 
     def live(self) -> None:
@@ -104,13 +115,17 @@ class Member:
                 if self._running:
                     self._store_and_use()
                 self._engine.scheduler.end_step()
-                if self._publishing and (events := self._events.take()):
-                    self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+                if self._publishing:
+                    events = [*self._device_pool.take_events(), *self._events.take()]
+                    if events:
+                        self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def _obey(self, command: str) -> object:
         scheduler = self._engine.scheduler
         if command == "reset":
             scheduler.reset()
+        elif command == "reset own cache":
+            assert self._device_pool.reset_prefix_cache()
         elif command == "known":
             complete = scheduler.attached and not scheduler.changes_waiting
             return (self._recorded.ready, self._recorded.in_tiers) if complete else None
@@ -160,6 +175,7 @@ class Member:
 
 def run_engine(pipe: Connection, folder: Path, spec: Spec, seed: int) -> None:
     """Run one engine in this process until its pipe ends it."""
+    announcer.MAX_DEPARTED = MAX_DEPARTED
     with (folder / f"{spec.name}.log").open("a") as log:
         sys.stdout = sys.stderr = log
         layout = make_layout(blocks=BLOCKS)

@@ -73,7 +73,14 @@ def _stop_tier(world: World) -> None:
         world.churn(CHURN)
 
 
-def _restart(world: World, *flags: str) -> None:
+def reset_own_cache(world: World) -> None:
+    """An engine that repeats nothing resets its own prefix cache, and kvd's stays."""
+    world.start_engines()
+    world.engines["d"].ask("reset own cache")
+
+
+def restart(world: World, *flags: str) -> None:
+    """Kill the broker; another starts."""
     world.daemon.finish(signal.SIGKILL)
     world.start_daemon(*flags)
 
@@ -83,6 +90,7 @@ DONE: dict[str, Callable[[World], object]] = {
     "kvd clear of one model": lambda world: _clear(world, "--namespace", "left"),
     "kvd clear": _clear,
     "reset by an engine": lambda world: world.engines["c"].ask("reset"),
+    "reset of an engine's own cache": reset_own_cache,
     "kill -9 of an engine": lambda world: world.end_engine("b", kill=True),
     "the engine comes back": World.start_engines,
     "an engine leaves, routers come late": _end_engine,
@@ -90,8 +98,8 @@ DONE: dict[str, Callable[[World], object]] = {
     "routers lose messages": _lose_messages,
     "kill -9 of the lane": lambda world: kill_and_wait(eventually(world.daemon.lane_pids)[0]),
     "an engine stands still, its ring overruns": _stop_engine,
-    "kill -9 of the broker, warm restart": _restart,
-    "kill -9 of the broker, cold restart": lambda world: _restart(world, "--cold"),
+    "kill -9 of the broker, warm restart": restart,
+    "kill -9 of the broker, cold restart": lambda world: restart(world, "--cold"),
 }
 """What is done while engines store, by its name."""
 

@@ -78,12 +78,19 @@ class DynamoIndexer:
         self.close()
 
     def register(
-        self, instance: int, endpoint: str, model: str, block_size: int, replay: str | None = None
+        self,
+        instance: int,
+        endpoint: str,
+        model: str,
+        block_size: int,
+        replay: str | None = None,
+        rank: int = 0,
     ) -> None:
         """Follow the events of one engine, to which the indexer connects in the background.
 
-        An instance belongs to one engine and one model. The endpoint should be bound already, or
-        the next attempt to connect may come 5 s later. From `replay` it requests what it missed.
+        An instance belongs to one engine, with its data-parallel replicas by `rank`, and one model.
+        The endpoint should be bound already, or the next attempt to connect may come 5 s later.
+        From `replay` it requests what it missed.
         """
         body: dict[str, object] = {
             "instance_id": instance,
@@ -91,10 +98,12 @@ class DynamoIndexer:
             "model_name": model,
             "block_size": block_size,
         }
+        if rank:
+            body["dp_rank"] = rank
         self._request("POST", "/register", body | ({"replay_endpoint": replay} if replay else {}))
 
     def unregister(self, instance: int, model: str) -> None:
-        """Stop following an engine and drop its blocks."""
+        """Stop following an engine, all its replicas, and drop their blocks."""
         self._request("POST", "/unregister", {"instance_id": instance, "model_name": model})
 
     def query(self, instance: int, tokens: Sequence[int], model: str, **options: str) -> Matched:

@@ -77,34 +77,51 @@ _numbers = count(1)  # an instance has one model
 
 
 class Worker:
-    """An engine's publisher, an instance of the indexer while it is entered."""
+    """An engine's publisher, an instance of the indexer while it is entered.
 
-    def __init__(self, indexer: DynamoIndexer, folder: Path, model: str) -> None:
-        self._number = next(_numbers)
+    Or a further replica of an engine, `rank` 1 or more, which ends with the first one.
+    """
+
+    def __init__(
+        self,
+        indexer: DynamoIndexer,
+        folder: Path,
+        model: str,
+        *,
+        replica_of: "Worker | None" = None,
+        rank: int = 0,
+    ) -> None:
+        self._number: int = replica_of._number if replica_of else next(_numbers)
+        self._rank = rank
         self._model = model
         self._indexer = indexer
         folder.mkdir(exist_ok=True)
-        self._endpoint, _ = endpoints(folder, f"worker-{self._number}")
+        self._endpoint, _ = endpoints(folder, f"worker-{self._number}-{rank}")
         self._next_sequence = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self._endpoint)
 
     def __enter__(self) -> Self:
-        self._indexer.register(self._number, self._endpoint, self._model, BLOCK)
+        self.register(self._rank)
         assert self._socket.poll(int(PATIENCE * 1000)), "the indexer does not subscribe"
         assert self._socket.recv() == b"\x01"  # to all topics
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._indexer.unregister(self._number, self._model)
+        if not self._rank:
+            self._indexer.unregister(self._number, self._model)
         self._socket.close()
+
+    def register(self, rank: int) -> None:
+        """Register it as the engine's replica of this rank."""
+        self._indexer.register(self._number, self._endpoint, self._model, BLOCK, rank=rank)
 
     def publish(self, *events: Any, number: int | None = None) -> None:
         """Publish events in one batch, with the next sequence number or this one."""
         if number is None:
             number, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        payload = msgspec.msgpack.encode(KVEventBatch(TIME, list(events), 0))
+        payload = msgspec.msgpack.encode(KVEventBatch(TIME, list(events), self._rank))
         self._socket.send_multipart([b"kv@engine", number.to_bytes(8, "big"), payload])
 
     def skip(self, batches: int) -> None:
@@ -250,3 +267,23 @@ def test_a_registration_anew_takes_numbers_from_the_start(
     with Worker(indexer, runtime_dir, label) as second:
         second.publish(stored(11))
         assert second.known() == blocks(cpu=1)
+
+
+def test_data_parallel_replicas_are_registered_each_with_its_rank(
+    indexer: DynamoIndexer, runtime_dir: Path, label: str
+) -> None:
+    """One instance has what any of them has; without its rank a second replica is refused.
+
+    What one of them drops the others still have.
+    """
+    with (
+        Worker(indexer, runtime_dir, label) as first,
+        Worker(indexer, runtime_dir, label, replica_of=first, rank=1) as second,
+    ):
+        with pytest.raises(AssertionError, match="409"):
+            second.register(rank=0)
+        first.publish(stored(11, 12))
+        second.publish(stored(11, 12, 13))
+        assert {first.known(), second.known()} == {blocks(cpu=3)}
+        first.publish(removed(11, 12))
+        assert {first.known(), second.known()} == {blocks(cpu=3)}

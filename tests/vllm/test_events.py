@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+import zmq
+from vllm.distributed.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.engine.core import EngineCoreProc
@@ -27,6 +34,7 @@ from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
 from tests.vllm.configs import configured
 from tests.vllm.stepping import Lender, Stepping
+from tests.waiting import PATIENCE
 
 BLOCK = 4
 TOKENS = b"".join(token.to_bytes(4, "little") for token in range(1, 2 * BLOCK + 1))
@@ -203,6 +211,26 @@ def test_after_a_reset_of_the_engines_own_cache_everything_is_published_again() 
     assert not publisher.take()
 
 
+def test_after_such_a_reset_chunks_that_only_tiers_have_are_published_with_tokens() -> None:
+    """The engine remembers tokens of chunks that have left memory."""
+    pool = Pool(described(11))
+    pool.tiers = (TierInfo(name="disk", medium="disk", shared=False),)
+    publisher = Publisher(pool)
+    device_pool = BlockPool(4, True, BLOCK, True)
+    publisher.events.watch(device_pool)
+    in_tiers = {key_of(11): location(NO_SLOT)}
+    pool.changes.stored_in_tiers |= in_tiers
+    _, first = publisher.take()
+    pool.changes.removed.append(key_of(11))
+    publisher.take()
+    pool.descriptions = ()
+    pool.changes.stored_in_tiers |= in_tiers
+    assert device_pool.reset_prefix_cache()
+    assert publisher.take() == [first]
+    assert isinstance(first, BlockStored)
+    assert first.token_ids == [1, 2, 3, 4]
+
+
 def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     """As soon as something waits, then at most once a second while more and more comes."""
     pool = Pool()
@@ -288,6 +316,33 @@ def core(make: Callable[[], Stepping]) -> Iterator[Core]:
     core = Core(make)
     yield core
     core.half.shutdown()
+
+
+def test_a_data_parallel_replica_publishes_on_its_port_and_names_its_rank(core: Core) -> None:
+    """Its endpoint's port is that of the flag plus its rank, and vLLM puts the rank in each batch.
+
+    The connector publishes by vLLM's publisher, also while the engine is idle.
+    """
+    offset = ZmqEventPublisher.offset_endpoint_port
+    assert offset("tcp://*:5557", 1) == "tcp://*:5558"
+    with pytest.raises(ValueError, match="endpoint"):
+        offset("ipc:///tmp/events", 1)
+    publisher = ZmqEventPublisher(1, "inproc://kvd-events", topic="kv@pod@model")
+    replica: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    try:
+        replica.subscribe("")
+        replica.connect("inproc://kvd-events_dp1")
+        device = SimpleNamespace(take_events=list)
+        core.scheduler = SimpleNamespace(kv_cache_manager=device, kv_event_publisher=publisher)
+        assert not core.half.has_pending_push_work()
+        assert replica.poll(int(PATIENCE * 1000))
+        _, _, payload = replica.recv_multipart()
+    finally:
+        replica.close()
+        publisher.shutdown()
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert batch.data_parallel_rank == 1
+    assert [type(event) for event in batch.events] == [BlockStored]
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(

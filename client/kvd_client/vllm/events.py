@@ -116,7 +116,6 @@ class PoolEvents:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._tier_groups = frozenset(tier_groups)
         self._clock = clock
         self._to_event_hash = event_hash_function()
         self._tier_locality: str | None = _LOCAL
@@ -124,7 +123,7 @@ class PoolEvents:
         self._device_cache: object = None  # its table at the last take: a reset replaces it
         self._is_behind = False  # the last take left changes
         self._next_idle_take = clock()
-        self._announcer = Announcer(scheduler.description, self._tier_groups)
+        self._announcer = Announcer(scheduler.description, frozenset(tier_groups))
         self._pace = RepeatPace(repeat_seconds, clock())
 
     def watch(self, device_pool: BlockPool) -> None:
@@ -165,7 +164,7 @@ class PoolEvents:
             assert self._device_pool is not None  # noqa: S101  # it was reset
             self._device_cache = self._device_pool.cached_block_hash_to_block
             self._scheduler.repeat_changes()
-            self._announcer = Announcer(self._scheduler.description, self._tier_groups)
+            self._announcer.forget()
         changes = self._scheduler.take_changes()
         tiers = self._scheduler.tiers
         announcements: list[Announcement] = []

@@ -18,6 +18,8 @@ const REASONS = {
   no_daemon: ["no daemon", "none served the engine"],
 };
 
+const UNREPORTED = "Keys were not found, and no engine has reported why (report_missed).";
+
 /** The forecast of the chosen model: a line for each size of the pool, and advice. */
 export function showForecast(report) {
   const known = report.namespaces.filter((namespace) => namespace.forecast);
@@ -93,7 +95,14 @@ export function showMisses(history) {
   const age = quantile(gained(now.counters.missed_age, before.counters.missed_age), 0.5)
     ?? quantile(now.counters.missed_age, 0.5);
   const evicted = age == null ? "" : `Half of the evicted ones had left within the last ${duration(age)} when they were asked for.`;
-  say($("misses-note"), reasons.length ? evicted : "Nothing was missed yet.");
+  say($("misses-note"), hasUnreported(now.counters) ? UNREPORTED : reasons.length ? evicted : "Nothing was missed yet.");
+}
+
+/** Whether lookups while attached missed, and no engine has reported a miss; as `kvd status` decides. */
+function hasUnreported(counters) {
+  const { lookup_tokens: tokens, hit_tokens: foundTokens, detached_tokens: detached } = counters;
+  return counters.lookup_chunks > counters.hit_chunks && (!tokens || tokens - detached > foundTokens)
+    && !Object.values(counters.missed).some(Boolean);
 }
 
 function head(box, reason) {
