@@ -61,6 +61,16 @@ class Notify(msgspec.Struct, frozen=True):
     fd: FdName | None = None
 
 
+class EndSession(msgspec.Struct, frozen=True):
+    """Close a session's connection; its client connects and registers anew.
+
+    reason: for the client.
+    """
+
+    session: int
+    reason: str
+
+
 class ToLane(msgspec.Struct, frozen=True):
     """Send a message over a lane's link."""
 
@@ -152,6 +162,7 @@ class LogEvent(msgspec.Struct, frozen=True):
 Effect: TypeAlias = (
     Reply
     | Notify
+    | EndSession
     | ToLane
     | ToTier
     | KillTier

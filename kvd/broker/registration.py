@@ -17,7 +17,16 @@ from kvd.broker.admission import (
 )
 from kvd.broker.attachment import attach, bind, import_worker, lane_up, notify_attached
 from kvd.broker.children import Lane
-from kvd.broker.effects import DropFds, Effect, LogEvent, Notify, OpenPool, StartLane, ToLane
+from kvd.broker.effects import (
+    DropFds,
+    Effect,
+    EndSession,
+    LogEvent,
+    Notify,
+    OpenPool,
+    StartLane,
+    ToLane,
+)
 from kvd.broker.sessions import (
     Engine,
     PendingRegister,
@@ -274,12 +283,16 @@ class Registration:
         ]
 
     def _imported_again(self, session: Session, message: Imported) -> list[Effect]:
-        """Bind a registered worker again: a restarted lane has mapped its memory, or could not."""
+        """Bind a registered worker again: a restarted lane has mapped its memory.
+
+        If the lane could not, or could not bind the worker, end the session: the worker registers
+        anew, which may succeed later and otherwise tells why.
+        """
         if session.registration is None:
             return []
         if message.error:
-            text = f"{session.identity}: memory lost to the new lane: {message.error}"
-            return [session.event(text, "error")]
+            text = f"{session.identity}: its lane does not serve it: {message.error}"
+            return [session.event(text, "error"), EndSession(session.number, message.error)]
         session.imported = True
         effects: list[Effect] = [lane_up(session, self._state.lanes[session.registration.device])]
         engine = session.engine

@@ -137,8 +137,12 @@ class OrderHandler:
         if isinstance(message, ImportWorker):
             self._report_import_error(message, f"{error}; {open_files_remedy()}", out_of_files=True)
             return
-        if isinstance(message, BindWorker):  # the broker counts them; the worker stays unbound
-            self.num_bindings += 1
+        if isinstance(message, BindWorker):
+            self.num_bindings += 1  # the broker counts them
+            worker = self._workers.by_session(message.session)
+            if worker is not None:
+                self._report_unbound(worker, error)
+            return
         _log.error("%s is not executed: %s", type(message).__name__, error)
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
@@ -169,6 +173,14 @@ class OrderHandler:
         )
         self._reporter.send_to_broker(answer)
 
+    def _report_unbound(self, worker: LaneWorker, error: Exception) -> None:
+        """Report that a worker cannot be bound: its jobs are refused, its session is ended."""
+        _log.error("%s: not bound: %s", worker.identity, error, extra=worker.identity.fields)
+        text = f"it cannot be bound to its chunks: {error}"[:TEXT_LIMIT]
+        order = worker.order
+        answer = Imported(session=order.session, error=text, attempt=order.attempt)
+        self._reporter.send_to_broker(answer)
+
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
         self.num_bindings += 1
         worker = self._workers.by_session(message.session)
@@ -179,9 +191,8 @@ class OrderHandler:
         try:
             bindings = self._workers.bindings
             binding = bindings.bind(message, fds, worker.layout, self._pool_bytes)
-        except LaneError:
-            # The worker stays unbound, so its jobs are refused.
-            _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)
+        except LaneError as error:
+            self._report_unbound(worker, error)
             return
         worker.binding = binding
         end = message.arena_base + binding.slot_bytes * message.num_slots

@@ -27,6 +27,7 @@ from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
+    EndSession,
     FdName,
     KillLane,
     KillTier,
@@ -386,12 +387,14 @@ class BrokerService:
                     self._execute_locally(effect)
 
     def _execute_locally(
-        self, effect: OpenPool | DropFds | ChunksReady | DropEngine | LogEvent
+        self, effect: OpenPool | EndSession | DropFds | ChunksReady | DropEngine | LogEvent
     ) -> None:
-        """Execute the remaining effects: pool, session descriptors, READY pipes, log."""
+        """Execute the remaining effects: pool, sessions, READY pipes, log."""
         match effect:
             case OpenPool():
                 self._open_auto_sized_pool(effect)
+            case EndSession():
+                self._sessions.end(effect.session, effect.reason)
             case DropFds():
                 self._sessions.drop_fds(effect.session)
             case ChunksReady():

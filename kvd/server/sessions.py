@@ -391,6 +391,11 @@ class SessionServer:
         if not sent and client.channel.wants_write:  # else it has gone, and `serve` ends it
             self._disconnect(connection, Refusal(ErrorCode.LIMIT, "it does not read its notices"))
 
+    def end(self, number: int, reason: str) -> None:
+        """Disconnect a session, and tell it why."""
+        if connection := self._connections.get(number):
+            self._disconnect(connection, Refusal(ErrorCode.LANE_LOST, reason))
+
     def fds(self, number: int) -> list[int]:
         """Return the descriptors of a session's registration; they stay open here."""
         return self._connections[number].fds

@@ -11,6 +11,7 @@ from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
+    EndSession,
     KillLane,
     LogEvent,
     Reply,
@@ -23,6 +24,7 @@ from kvd.client_names import Peer
 from kvd.metrics.schema import CheckStatus
 from kvd.pool.geometry import MIN_PIECE_BYTES
 from kvd.wire.link import (
+    Imported,
     Importing,
     ImportWorker,
     LaneFailed,
@@ -114,6 +116,21 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     assert list(broker.state.lanes) == ["host"]
     assert refusal(request(broker, sessions[0], 1.0)).text == "no such device"  # without a process
     assert StartLane(CUDA) in request(broker, sessions[0], FAILED_SECONDS + 1)
+
+
+@pytest.mark.parametrize("when", ["mapping", "bound"])
+def test_a_worker_that_its_lane_cannot_serve_registers_anew(broker: Broker, when: str) -> None:
+    """The lane could not map its memory again, or not bind it: its session ends, with the reason.
+
+    So a lack of descriptors that passes costs misses for a moment, and not until a restart.
+    """
+    session = serve(broker)
+    if when == "mapping":
+        broker.supervision.lost(CUDA, "killed by signal 9")
+        lane_up(broker, CUDA, incarnation=3)
+    error = Imported(session=session.number, error="Too many open files")
+    effects = broker.supervision.received(CUDA, error, 0.0)
+    assert EndSession(session.number, "Too many open files") in effects
 
 
 def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(broker: Broker) -> None:

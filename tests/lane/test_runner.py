@@ -23,7 +23,7 @@ from kvd.lane.queue import FLOOR_PART, QueueLimits
 from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Bindings, LaneWorker, WorkerTable
-from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked, ShareDone
+from kvd.wire.link import LINK, Imported, Released, ReleaseWorker, Revoke, Revoked, ShareDone
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
@@ -488,16 +488,21 @@ def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, list[Message]]:
 
 
 def test_what_was_lost_is_not_waited_for(bench: Bench) -> None:
-    """A binding without its directory is counted, as the broker does.
+    """A binding without its directory is counted, as the broker does, which hears of it.
 
     A connection that takes no answer is ended: its worker joins anew.
     """
-    orders, reports, _ = orders_on(bench)
+    orders, reports, sent = orders_on(bench)
+    worker = bench.worker(session=1)
     orders.read_orders()
-    assert orders.num_bindings == 1
+    orders.execute(bind_message(1), (bench.pool.fd,))
+    assert orders.num_bindings == 2
+    assert [type(message) for message in sent] == [Imported, Imported]
+    lost, damaged = (message.error for message in sent if isinstance(message, Imported))
+    assert "too many open files" in lost
+    assert "does not lie inside the pool" in damaged
     server: Any = reports.server
     server.send, server.end = (lambda *_: False), mock.Mock()
-    worker = bench.worker()
     worker.client = mock.Mock()
     reports.refuse_job(worker, make_job(Load, 1, [1], [9]), 5, "no")
     server.end.assert_called_once_with(worker.client)
