@@ -28,7 +28,10 @@ that it has written.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -139,6 +142,42 @@ def _clamped(group: QuotaGroup, num_active: int, share: float) -> float:
 
 
 Columns = list[tuple[PoolSpace, int]]
+
+
+class _Cost(NamedTuple):
+    """The cost of taking a column from others; the lowest is taken first.
+
+    1. Columns that evict no chunk.
+    2. Columns of spaces above their fair share.
+    3. The least recently used.
+    4. Those that replace the fewest columns.
+    """
+
+    evicts: bool
+    from_poor: bool
+    last_use: int
+    num_replaced: int
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search for columns that a space may take from others: what holds for all of them.
+
+    Attributes:
+        busy, last_uses: of each other space's columns.
+        has_quotas: whether quotas limit what may be taken.
+        any_empty: whether others have columns without a chunk.
+        fits_cap: whether a column was rated that leaves the space's model at its cap or below.
+    """
+
+    space: PoolSpace
+    group: QuotaGroup | None
+    fair_shares: Mapping[PoolSpace, float]
+    busy: Mapping[PoolSpace, Collection[int]]
+    last_uses: Mapping[PoolSpace, Any]
+    has_quotas: bool
+    any_empty: bool
+    fits_cap: bool = False
 
 
 class Pool:
@@ -259,31 +298,61 @@ class Pool:
                 taken.
         """
         self._claim_unowned(space, slots, filled_bytes)
-        while filled_bytes is None and space.free_slots < slots and not space.has_all_columns:
-            if not (evict or any(other.empty for other in self._spaces if other is not space)):
-                return
-            choice = self._best_take(space)
-            if choice is None:
-                return
-            column, victims = choice
-            if not evict and any(lost_column not in other.empty for other, lost_column in victims):
-                return
-            for other, lost_column in victims:
-                self._evict_column(other, lost_column)
-            self._claim(space, column)
-            self._claim_unowned(space, slots, filled_bytes)
+        if filled_bytes is None:
+            while space.free_slots < slots and not space.has_all_columns:
+                if not self._take_columns(space, slots, evict=evict):
+                    return
 
-    def _claim_unowned(self, space: PoolSpace, slots: int, filled_bytes: int | None) -> None:
+    def _take_columns(self, space: PoolSpace, slots: int, *, evict: bool) -> bool:
+        """Take columns from others, the best first, until `slots` are free; return whether any.
+
+        All columns are rated once, which takes milliseconds. A take changes the cost of columns
+        beside it: those wait for the next call.
+        """
+        search = self._begin_search(space)
+        if search is None or not (evict or search.any_empty):
+            return False
+        rated = [
+            (rating[0], column)
+            for column in _search_order(space)
+            if (rating := self._rate(search, column)) is not None
+        ]
+        if not search.fits_cap:
+            space.capped_at = self._num_changes
+        any_taken = False
+        for cost, column in sorted(rated, key=itemgetter(0)):
+            if space.free_slots >= slots or (cost.evicts and not evict):
+                break
+            rating = self._rate(search, column)
+            if rating is None or rating[0] != cost:
+                continue
+            freed: set[int] = set()
+            for other, lost_column in rating[1]:
+                self._evict_column(other, lost_column)
+                freed.update(other.column_extents[lost_column])
+            self._claim(space, column)
+            beside = {other for extent in freed for other in space.columns_at[extent]}
+            self._claim_unowned(space, slots, None, sorted(beside))
+            any_taken = True
+        return any_taken
+
+    def _claim_unowned(
+        self,
+        space: PoolSpace,
+        slots: int,
+        filled_bytes: int | None,
+        columns: Iterable[int] | None = None,
+    ) -> None:
         """Claim columns over extents that no other space owns; arguments as `acquire`.
 
-        Ends when `slots` slots are free or no column is left.
+        Ends when `slots` slots are free or no column is left: of these `columns`, if given.
         """
         num_missing = slots - space.num_free(filled_bytes)
         # No change since no column was left: there is none now.
         if space.exhausted_at == self._num_changes or space.has_all_columns:
             return
         group = self.quotas.of(space)
-        for column in _search_order(space):
+        for column in _search_order(space) if columns is None else columns:
             if num_missing <= 0:
                 return
             if (
@@ -293,70 +362,73 @@ class Pool:
             ):
                 self._claim(space, column)
                 num_missing -= len(space.geometry.column_range(column))
-        if filled_bytes is None:
+        if filled_bytes is None and columns is None:
             space.exhausted_at = self._num_changes
 
-    def _best_take(self, space: PoolSpace) -> tuple[int, Columns] | None:
-        """Return the best column to take from others, and their columns that it replaces.
+    def _begin_search(self, space: PoolSpace) -> "_Search | None":
+        """Return what a search for columns of others needs; None if there are none for the space.
 
-        Order of preference: columns that evict no chunk; columns of spaces above their fair share;
-        the least recently used; those that replace the fewest columns.
+        Valid while the caller only takes columns.
         """
         if space.capped_at == self._num_changes:
             return None
-        quotas, fair_shares = self.quotas, self.quotas.fair_shares()
-        fair_share, group = fair_shares[space], quotas.of(space)
-        num_left = group.num_left if group is not None else 0
+        group, fair_shares = self.quotas.of(space), self.quotas.fair_shares()
         below_floor = group is not None and group.num_extents < group.floor
         others = [other for other in self._spaces if other is not space]
+        any_empty = any(other.empty for other in others)
         if (
             not below_floor
-            and space.num_extents >= fair_share
+            and space.num_extents >= fair_shares[space]
             and space.num_extents
-            and not any(other.empty for other in others)
+            and not any_empty
         ):
             return None
-        rich = {other for other in others if other.num_extents > fair_shares[other]}
-        busy = {other: other.busy_columns() for other in others}
-        last_uses = {other: other.last_uses() for other in others}
-        has_quotas = group is not None or any(quota.floor for quota in quotas)
-        fits_cap = False
-        best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
-        for column in _search_order(space):
-            if column in space:
-                continue
-            victims = self._overlapped(space, column)
-            losses = self._losses(victims) if has_quotas else Counter[str]()
-            gain = self._num_new_extents(space, column)
-            if group is not None and gain - losses[space.model] > num_left:
-                continue
-            fits_cap = True
-            if any(lost_column in busy[other] for other, lost_column in victims):
-                continue
-            if not all(quota.may_lose(losses[quota.model], space) for quota in quotas):
-                continue
-            with_chunks = [
-                (other, lost_column)
-                for other, lost_column in victims
-                if lost_column not in other.empty
-            ]
-            from_poor = any(other not in rich for other, _ in with_chunks)
-            if (
-                with_chunks
-                and space.num_extents
-                and not below_floor
-                and (space.num_extents + gain > fair_share or from_poor)
-            ):
-                continue
-            last_use = max(
-                (last_uses[other][lost_column] for other, lost_column in with_chunks), default=0
-            )
-            cost = (bool(with_chunks), from_poor and below_floor, last_use, len(victims))
-            if best is None or cost < best[0]:
-                best = (cost, column, victims)
-        if not fits_cap:
-            space.capped_at = self._num_changes
-        return None if best is None else best[1:]
+        return _Search(
+            space,
+            group,
+            fair_shares,
+            busy={other: other.busy_columns() for other in others},
+            last_uses={other: other.last_uses() for other in others},
+            has_quotas=group is not None or any(quota.floor for quota in self.quotas),
+            any_empty=any_empty,
+        )
+
+    def _rate(self, search: "_Search", column: int) -> tuple["_Cost", Columns] | None:
+        """Return the cost of taking a column, and the columns of others that it replaces.
+
+        None: the space may not take it.
+        """
+        space, group, quotas = search.space, search.group, self.quotas
+        if column in space:
+            return None
+        below_floor = group is not None and group.num_extents < group.floor
+        victims = self._overlapped(space, column)
+        losses = self._losses(victims) if search.has_quotas else Counter[str]()
+        gain = self._num_new_extents(space, column)
+        if group is not None and gain - losses[space.model] > group.num_left:
+            return None
+        search.fits_cap = True
+        if any(lost_column in search.busy[other] for other, lost_column in victims):
+            return None
+        if not all(quota.may_lose(losses[quota.model], space) for quota in quotas):
+            return None
+        with_chunks = [
+            (other, lost_column) for other, lost_column in victims if lost_column not in other.empty
+        ]
+        shares = search.fair_shares
+        from_poor = any(other.num_extents <= shares[other] for other, _ in with_chunks)
+        if (
+            with_chunks
+            and space.num_extents
+            and not below_floor
+            and (space.num_extents + gain > shares[space] or from_poor)
+        ):
+            return None
+        last_use = max(
+            (search.last_uses[other][lost_column] for other, lost_column in with_chunks), default=0
+        )
+        cost = _Cost(bool(with_chunks), from_poor and below_floor, last_use, len(victims))
+        return cost, victims
 
     def _evict_column(self, space: PoolSpace, column: int) -> None:
         """Evict the chunks of a column and release it."""
