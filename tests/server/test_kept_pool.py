@@ -17,7 +17,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
-from kvd.errors import PoolError, Refusal
+from kvd.errors import MemoryShortage, PoolError, Refusal
 from kvd.machine import directories, memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
 from kvd.server import persistent_pool, state_files
@@ -594,3 +594,23 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     keep.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())
+
+
+@pytest.mark.parametrize("existing", [None, 0, 3 * PAGE])
+def test_a_pool_whose_file_cannot_be_extended_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: int | None
+) -> None:
+    """None, an empty one, or one without memory: after ENOSPC it is there again, or not."""
+    path = tmp_path / "pool"
+    if existing is not None:
+        path.touch()
+        os.truncate(path, existing)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryShortage, match="cannot be created: No space left"):
+        PoolMemory(path, SIZE)
+    assert (path.stat().st_size if path.exists() else None) == existing
+    assert str(path) not in open_files().values()
