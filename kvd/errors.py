@@ -9,6 +9,7 @@
     ├── NotRunning
     │   └── SocketAccessDenied
     ├── PoolError
+    │   └── MemoryShortage
     ├── LedgerDamaged
     ├── LaneError
     │   ├── ImportFailed
@@ -64,6 +65,10 @@ class SocketAccessDenied(NotRunning):
 
 class PoolError(KvdError):
     """The pool's memory cannot be allocated or mapped."""
+
+
+class MemoryShortage(PoolError):
+    """The pool does not fit the memory; names the sizes and the remedy."""
 
 
 class LedgerDamaged(KvdError):

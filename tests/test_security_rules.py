@@ -33,6 +33,11 @@ a planted link redirects no file: test_a_directory_that_every_user_may_write_is_
     test_where_a_lock_leads_elsewhere_nothing_is_written
 a planted pool is not trusted: test_a_foreign_pool_directory_is_left_alone
     test_damaged_or_foreign_pool_files_are_not_used
+an adopted pool is this user's, for the same clients:
+    test_a_pool_of_another_identity_is_not_adopted
+    test_nothing_from_before_a_reset_is_adopted
+a removal takes unused pools of this user only: test_what_is_no_pool_of_this_user_is_left_and_named
+    test_a_pool_is_in_use_until_the_last_lane_of_a_dead_daemon_has_ended
 a tier's files are the daemon's: test_modes test_a_directory_that_cannot_be_used_is_refused
 what is no file in a tier's directory harms no other slab:
     test_what_is_no_file_costs_no_other_slab test_what_has_the_name_of_the_next_slab_delays_it

@@ -227,8 +227,7 @@ class Ledger:
     @property
     def salt(self) -> bytes:
         """The namespace's salt when its chunks were stored; empty: it was never reset."""
-        salt = bytes(self._salt)
-        return salt if any(salt) else b""
+        return _salt(self._salt)
 
     def write_salt(self, salt: bytes) -> None:
         """Set the salt."""
@@ -274,6 +273,15 @@ class Ledger:
         self._words.release()
         self._records.release()
         self._memory.release()
+
+
+def _salt(field: memoryview | bytes) -> bytes:
+    return bytes(field) if any(field) else b""
+
+
+def salt_in(header: bytes) -> bytes:
+    """Return the salt in a ledger's header, which may be damaged; empty: it was never reset."""
+    return _salt(header[_SALT_AT:_FLOOR_AT])
 
 
 def _read_header(memory: memoryview) -> tuple[LedgerDescription, int]:

@@ -198,15 +198,16 @@ class ResetTable:
 
     Attributes:
         base: the salt of namespaces without an entry; empty: none.
+        salts: by namespace, the one reset longest ago first.
     """
 
     def __init__(self) -> None:
         self.base = b""
-        self._salts: dict[str, bytes] = {}  # the namespace reset longest ago first
+        self.salts: dict[str, bytes] = {}
 
     def salt_of(self, namespace: str) -> bytes:
         """Return the salt of a namespace; empty: no reset is known."""
-        return self._salts.get(namespace, self.base)
+        return self.salts.get(namespace, self.base)
 
     def draw(self, namespace: str) -> str:
         """Give a namespace a new salt.
@@ -214,10 +215,10 @@ class ResetTable:
         Returns:
             Why the next daemon will not know the salt, with the remedy; empty: it will.
         """
-        self._salts.pop(namespace, None)
-        self._salts[namespace] = secrets.token_bytes(SALT_BYTES)
-        if len(self._salts) > MAX_RESETS:
-            del self._salts[next(iter(self._salts))]
+        self.salts.pop(namespace, None)
+        self.salts[namespace] = secrets.token_bytes(SALT_BYTES)
+        if len(self.salts) > MAX_RESETS:
+            del self.salts[next(iter(self.salts))]
             self.draw_base()
         return ""
 
@@ -225,11 +226,28 @@ class ResetTable:
         """Give all namespaces without an entry a new salt."""
         self.base = secrets.token_bytes(SALT_BYTES)
 
+    def learn(self, other: "ResetTable") -> str:
+        """Take over another table's salts of namespaces of which this one knows no reset.
+
+        Returns:
+            As `draw`.
+        """
+        self.salts |= {
+            namespace: salt
+            for namespace, salt in other.salts.items()
+            if not self.salt_of(namespace)
+        }
+        self.base = self.base or other.base
+        while len(self.salts) > MAX_RESETS:
+            del self.salts[next(iter(self.salts))]
+            self.draw_base()
+        return ""
+
     def pack(self) -> bytes:
         """Return the table as a page."""
         page = bytearray(RESET_BYTES)
-        _HEAD.pack_into(page, 0, _RESETS_MAGIC, _RESETS_VERSION, len(self._salts), self.base)
-        for i, (namespace, salt) in enumerate(self._salts.items()):
+        _HEAD.pack_into(page, 0, _RESETS_MAGIC, _RESETS_VERSION, len(self.salts), self.base)
+        for i, (namespace, salt) in enumerate(self.salts.items()):
             _ENTRY.pack_into(page, _ENTRIES_AT + i * _ENTRY.size, bytes.fromhex(namespace), salt)
         _CHECK.pack_into(page, _CHECK_AT, crc32(page))
         return bytes(page)
@@ -255,8 +273,8 @@ class ResetTable:
                 f"version {version} with {count} entries, {_RESETS_VERSION} is needed"
             )
         entries = bare[_ENTRIES_AT : _ENTRIES_AT + count * _ENTRY.size]
-        self._salts = {name.hex(): salt for name, salt in _ENTRY.iter_unpack(entries)}
+        self.salts = {name.hex(): salt for name, salt in _ENTRY.iter_unpack(entries)}
         self.base = base if any(base) else b""
 
     def __len__(self) -> int:
-        return len(self._salts)
+        return len(self.salts)

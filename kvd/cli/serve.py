@@ -58,24 +58,53 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
 
 @click.command()
 @settings_options
-def purge(*, config: Path | None, **options: str | None) -> None:
+@click.option(
+    "--unused",
+    is_flag=True,
+    help="Remove the pools in pool_dir of all other runtime directories that no process uses.",
+)
+def purge(*, config: Path | None, unused: bool, **options: str | None) -> None:
     """Remove the pool that a stopped daemon has left for the next one, and its chunks.
 
     Settings are found as `kvd serve` finds them; runtime_dir and pool_dir say which pool.
     Refuses while a daemon uses that pool.
 
+    With --unused the pool of runtime_dir is left. Those of all other runtime directories are
+    removed, also those that stopped daemons would use again, and what is left is named.
+
     \b
     Examples:
       kvd purge
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
+      kvd purge --unused
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.machine.memory import pool_directory_name  # noqa: PLC0415
-    from kvd.server.persistent_pool import PersistentPool  # noqa: PLC0415  # serve imports it later
-    from kvd.server.state_files import last_pool_dir, purge_command  # noqa: PLC0415
-
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     pool_dir = Path(settings.pool_dir).absolute()
+    freed_bytes = _purge_unused(runtime, pool_dir) if unused else _purge_own(runtime, pool_dir)
+    click.echo(f"{format_size(freed_bytes)} given back")
+
+
+def _purge_unused(runtime: RuntimeDir, pool_dir: Path) -> int:
+    """Remove the unused pools of other runtime directories; return the bytes freed."""
+    from kvd.machine.directories import check_pool_dir  # noqa: PLC0415  # as of _purge_own
+    from kvd.machine.pools import remove_unused_pools  # noqa: PLC0415
+
+    check_pool_dir(pool_dir)
+    freed_bytes = 0
+    for nbytes, text in remove_unused_pools(pool_dir, runtime.path):
+        click.echo(text)
+        freed_bytes += nbytes
+    return freed_bytes
+
+
+def _purge_own(runtime: RuntimeDir, pool_dir: Path) -> int:
+    """Remove the pool of the runtime directory; return the bytes freed."""
+    from kvd.machine.memory import pool_directory_name  # noqa: PLC0415
+    from kvd.machine.pools import purge_command  # noqa: PLC0415
+    from kvd.server.persistent_pool import PersistentPool  # noqa: PLC0415  # serve imports it later
+    from kvd.server.state_files import last_pool_dir  # noqa: PLC0415
+
     own_directory = pool_dir / pool_directory_name(runtime.path)
     try:
         runtime.lock()
@@ -97,4 +126,4 @@ def purge(*, config: Path | None, **options: str | None) -> None:
         pool.close()
     finally:
         runtime.release()
-    click.echo(f"{format_size(freed_bytes)} given back")
+    return freed_bytes

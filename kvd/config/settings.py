@@ -223,6 +223,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Literal["yes", "no"],
         Setting("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
     ] = "yes"
+    unused_pools: Annotated[
+        Literal["keep", "adopt", "remove"],
+        Setting(
+            "Pools in pool_dir that daemons of other runtime directories have left: keep only names"
+            " them, adopt takes over the newest that matches, remove frees them all.",
+            _POOL,
+            "KEEP|ADOPT|REMOVE",
+        ),
+    ] = "keep"
     reuse_threshold: Annotated[
         int,
         Meta(ge=1, le=1000),

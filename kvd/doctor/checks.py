@@ -22,7 +22,7 @@ from kvd.doctor.probes import (
     TierFacts,
     size_shortage,
 )
-from kvd.doctor.start import START_CHECKS
+from kvd.doctor.start import START_CHECKS, unused_verdicts
 from kvd.machine import cuda
 from kvd.machine.directories import replaced_pool_text
 from kvd.metrics.reading import rate
@@ -149,6 +149,12 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
         )
     else:
         yield ok(text)
+
+
+@check("unused pools")
+def unused_pools(facts: Facts) -> Iterator[Verdict]:
+    """Pools of other runtime directories, which a start adopts or removes."""
+    yield from unused_verdicts(facts)
 
 
 @check("huge pages")

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import resource
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,14 @@ from kvd.machine.memory import (
     resource_limit,
 )
 from kvd.machine.numa import has_gpus
+from kvd.machine.pools import (
+    UnusedPool,
+    describe_unused,
+    unused_pools,
+    unused_remedy,
+    unused_text,
+)
+from kvd.machine.process import LOCK_RETRY_SECONDS, LOCK_SECONDS
 from kvd.wire.listener import bind_tcp
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is a long-term release
@@ -67,6 +76,11 @@ class StartFacts:
     def runtime_path(self) -> Path:
         """The absolute path of the runtime directory."""
         return Path(self.settings.runtime_dir).absolute()
+
+    @cached_property
+    def pool_path(self) -> Path:
+        """The absolute path of `pool_dir`."""
+        return Path(self.settings.pool_dir).absolute()
 
     @cached_property
     def daemon(self) -> int | None:
@@ -158,22 +172,37 @@ class StartFacts:
     @cached_property
     def pool_holder(self) -> int | None:
         """Pid of a daemon that uses the pool and not the runtime directory; None if none does."""
-        holder = lock_holder(self.metadata_directory)
-        return None if holder in (self.daemon, os.getpid()) else holder
+        deadline = time.monotonic() + LOCK_SECONDS  # another process may only be examining it
+        while (holder := lock_holder(self.metadata_directory)) not in (self.daemon, os.getpid()):
+            if holder is None or time.monotonic() >= deadline:
+                return holder
+            time.sleep(LOCK_RETRY_SECONDS)
+        return None
 
     @cached_property
     def existing_bytes(self) -> int | None:
-        """Bytes of the pool that a daemon runs with or has left; the next one reuses them.
+        """Bytes of pools that a daemon runs with or has left, and the next one reuses or frees.
 
         None if they are a running daemon's that this user may not see.
         """
         try:
             own_directory = Path(self.settings.pool_dir) / pool_directory_name(self.runtime_path)
-            return allocated_bytes(own_directory / "pool")
+            own_bytes = allocated_bytes(own_directory / "pool")
         except PermissionError:
             if self.daemon is None:
                 raise
             return None
+        others = [pool.nbytes for pool in self.unused_pools if pool.uid == os.geteuid()]
+        if self.settings.unused_pools == "remove":
+            return own_bytes + sum(others)
+        if self.settings.unused_pools == "adopt" and not own_bytes:
+            return max(others, default=0)  # the start itself knows which it may adopt
+        return own_bytes
+
+    @cached_property
+    def unused_pools(self) -> list[UnusedPool]:
+        """Pools of other runtime directories that no process uses."""
+        return unused_pools(self.pool_path, self.runtime_path)
 
     @cached_property
     def pinned(self) -> bool:
@@ -245,7 +274,10 @@ def _too_large(
     if limits is not None and nbytes is not None:
         shortage = shortage_of(limits, nbytes)
         if shortage is not None and shortage == limits.shortage(nbytes):
-            yield fail(shortage.text, shortage.remedy, may_pass=True)
+            pools = [] if shortage_of is PoolLimits.resource_shortage else facts.unused_pools
+            others = unused_text(pools, facts.pool_path, facts.runtime_path)
+            remedy = f"{shortage.remedy}; {others}" if others else shortage.remedy
+            yield fail(shortage.text, remedy, may_pass=True)
 
 
 @start_check("settings")
@@ -305,6 +337,20 @@ def pool_dir(facts: StartFacts) -> Iterator[Verdict]:
     yield from _too_large(facts, PoolLimits.filesystem_shortage)
     if facts.limits is not None and (problem := facts.limits.medium_problem()):
         yield warn(problem.text, problem.remedy)
+
+
+def unused_verdicts(facts: StartFacts) -> Iterator[Verdict]:
+    """Yield a warning of unused pools of other runtime directories."""
+    if pools := facts.unused_pools:
+        paths = facts.pool_path, facts.runtime_path
+        yield warn(describe_unused(pools, facts.pool_path), unused_remedy(pools, *paths))
+
+
+@start_check("unused pools")
+def unused(facts: StartFacts) -> Iterator[Verdict]:
+    """No daemon of another runtime directory has left a pool, unless the start looks after it."""
+    if facts.settings.unused_pools == "keep":
+        yield from unused_verdicts(facts)
 
 
 @start_check("open files")

@@ -87,6 +87,36 @@ def sealed_size(fd: int, description: str) -> int:
     return os.fstat(fd).st_size
 
 
+def try_lock(descriptor: int, seconds: float = 0.0) -> bool:
+    """Lock a file or directory exclusively; return False if another process keeps a lock on it.
+
+    Args:
+        descriptor: of the file; closing it unlocks.
+        seconds: for which to retry.
+
+    Raises:
+        OSError: the file system cannot lock it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_RETRY_SECONDS)
+        else:
+            return True
+
+
+def is_named(descriptor: int, path: Path) -> bool:
+    """Return whether `path` names the open file, which was not removed, moved or replaced."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
 def lock_directory(descriptor: int) -> None:
     """Lock a directory exclusively; retry for `LOCK_SECONDS`.
 
@@ -100,24 +130,16 @@ def lock_directory(descriptor: int) -> None:
         BlockingIOError: another process has the lock.
         OSError: the file system cannot lock directories.
     """
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(LOCK_RETRY_SECONDS)
-        else:
-            return
+    if not try_lock(descriptor, LOCK_SECONDS):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def lock_pool(pool_fd: int) -> None:
     """Lock the pool's file, shared, until this process can no longer write to it.
 
-    The next daemon waits for this lock. It is on a separate descriptor, never closed and opened
-    before any device or medium, so that it has the lowest number: the kernel closes a dying
-    process's descriptors from the highest number down.
+    The next daemon waits for this lock, and the pool counts as in use (`kvd.machine.pools`). It is
+    on a separate descriptor, never closed and opened before any device or medium, so that it has
+    the lowest number: the kernel closes a dying process's descriptors from the highest number down.
 
     Raises:
         PoolError: another daemon is taking the pool over; this process's daemon has exited.

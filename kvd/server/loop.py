@@ -49,17 +49,20 @@ from kvd.config.sources import LoadedSettings, Sources
 from kvd.errors import ConfigError, PoolError, Refusal
 from kvd.logs import set_level
 from kvd.machine.memory import PoolLimits
+from kvd.machine.pools import remove_unused_pools, unused_pools
 from kvd.machine.process import StallDetector, UsageReader
 from kvd.pool.geometry import FillOrder
+from kvd.server.adoption import access_digest
 from kvd.server.child import StartedProcess
 from kvd.server.children import Children, HttpProcess, configured_tiers
 from kvd.server.client_files import DescriptionFiles, DirectoryMemory, ReadyPipes
 from kvd.server.notify import Notifier
 from kvd.server.persistent_pool import PersistentPool
 from kvd.server.pool_memory import PoolMemory
+from kvd.server.reset_file import ResetFile
 from kvd.server.runtime_dir import AllowList, RuntimeDir
 from kvd.server.sessions import SessionServer
-from kvd.server.state_files import ResetFile, forget_pool_dir, remember_pool_dir
+from kvd.server.state_files import forget_pool_dir, remember_pool_dir
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
 from kvd_proto.text import format_size
@@ -67,6 +70,8 @@ from kvd_proto.text import format_size
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
 POOL_IN_USE_POLL_SECONDS = 0.01
+STARTUP_SECONDS = 60.0
+FREE_SECONDS_PER_GIB = 2.0  # of unused pools; a busy machine with 2 cores takes a quarter of that
 
 
 class ConfigReader:
@@ -138,14 +143,17 @@ class BrokerService:
         self._notifier = Notifier.from_environment(os.environ)
         self._config = ConfigReader(sources)
         self._runtime = runtime
-        remember_pool_dir(runtime.path, Path(settings.pool_dir))
+        self._pool_dir = Path(settings.pool_dir).absolute()
+        remember_pool_dir(runtime.path, self._pool_dir)
+        self._resets = ResetFile(self._runtime.resets)
         self._persistent_pool = PersistentPool(
-            Path(settings.pool_dir),
+            self._pool_dir,
             self._runtime.path,
             persistent=settings.keep_pool == "yes",
             cold=cold,
+            resets=self._resets,
+            access=access_digest(settings, self._runtime.path),
         )
-        self._resets = ResetFile(self._runtime.resets)
         self._poller = select.epoll()
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
@@ -174,6 +182,7 @@ class BrokerService:
             usage=self._usage.read,
             tiers=configured_tiers(settings.tier),
         )
+        self._handle_unused_pools()
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._children = Children(self._runtime.path, self.core, self._poller, self._execute)
@@ -293,9 +302,25 @@ class BrokerService:
 
     # ----------------------------------------------------------------- pool
 
+    def _handle_unused_pools(self) -> None:
+        """Adopt or remove unused pools as `unused_pools` says, and warn of those that stay.
+
+        With `keep` the start's checks have done that.
+        """
+        pool_dir, action = self._pool_dir, self._settings.unused_pools
+        if action == "adopt":
+            self._persistent_pool.adopt(self._settings.pool_bytes)
+        elif action == "remove":
+            nbytes = sum(pool.nbytes for pool in unused_pools(pool_dir, self._runtime.path))
+            self._notifier.extend_start(STARTUP_SECONDS + nbytes / 2**30 * FREE_SECONDS_PER_GIB)
+            for nbytes, text in remove_unused_pools(pool_dir, self._runtime.path):
+                if nbytes:
+                    self._log_event(LogEvent(text))
+        if action != "keep" and (text := self._persistent_pool.unused_text()):
+            self._log_event(LogEvent(text, "warning"))
+
     def _pool_limits(self, pinning_lanes: int | None = None) -> PoolLimits:
-        pool_dir = Path(self._settings.pool_dir)
-        return PoolLimits.of(pool_dir, self._persistent_pool.allocated_bytes(), pinning_lanes)
+        return PoolLimits.of(self._pool_dir, self._persistent_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
         """Open the pool, new or reused; start its allocation; return its namespaces."""
@@ -343,6 +368,8 @@ class BrokerService:
             )
             namespaces = self._open_pool(cpu_bytes, effect)
         except Refusal as refusal:
+            if text := self._persistent_pool.unused_text():
+                refusal = Refusal(refusal.code, f"{refusal}; {text}", refusal.limit)
             self._execute(registration.pool_refused(refusal))
         except PoolError as error:
             self._execute(registration.pool_refused(Refusal(ErrorCode.NOT_READY, str(error))))
@@ -352,7 +379,7 @@ class BrokerService:
     def _check_allocation(self, pool: PoolMemory) -> None:
         if pool.error:
             self._persistent_pool.allocation_failed()
-            raise PoolError(f"{pool.error}{self._persistent_pool.retained_text}")
+            raise PoolError(self._persistent_pool.shortage_text(pool.error))
         self._execute(self.core.pool_allocated(pool.allocated))
 
     # -------------------------------------------------------------- effects
@@ -477,7 +504,7 @@ class BrokerService:
         self._persistent_pool.close()
         remains = self._persistent_pool.remaining_text(num_chunks)
         if not remains:
-            forget_pool_dir(self._runtime.path, Path(self._settings.pool_dir))
+            forget_pool_dir(self._runtime.path, self._pool_dir)
         self._runtime.release()  # last: from here on the next daemon may start
         self._notifier.close()
         log.info("stopped%s", remains)

@@ -125,6 +125,10 @@ class Notifier:
             self._progress = progress
         return lines
 
+    def extend_start(self, seconds: float) -> None:
+        """Ask the manager to wait `seconds` for READY."""
+        self._queue([f"EXTEND_TIMEOUT_USEC={_usec(seconds)}"])
+
     def notify_stopping(self, seconds: float) -> None:
         """Announce that the daemon stops, and its lanes within `seconds`."""
         self._queue(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"])

@@ -23,25 +23,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from kvd.broker.effects import OpenPool
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.cache.recovery import EPOCH_SHIFT, POOL_NAME_BYTES, PoolTrailer
-from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
+from kvd.errors import IntegrityError, LedgerDamaged, MemoryShortage, PoolError, Refusal
 from kvd.machine.directories import replaced_pool_text
 from kvd.machine.memory import allocated_bytes
+from kvd.machine.pools import DESCRIPTIONS, LEDGER, purge_command, unused_pools, unused_text
 from kvd.pool.geometry import FillOrder
+from kvd.server.adoption import adopt_newest
 from kvd.server.client_files import DescriptionFile
 from kvd.server.pool_memory import PoolMemory, shortage_remedy
+from kvd.server.reset_file import ResetFile
 from kvd.server.state_files import (
-    DESCRIPTIONS,
-    LEDGER,
     MANIFEST_VERSION,
     Manifest,
     PoolFiles,
     is_own_file,
     kernel_boot,
-    purge_command,
     remove_tree,
 )
 from kvd_proto.messages import ErrorCode
@@ -66,6 +68,8 @@ class PersistentPool:
         persistent: leave the pool to the next daemon. If false, the pool is removed at the end, and
             chunks of the previous daemon are not used.
         cold: do not use the chunks of the previous daemon.
+        resets: the daemon's table of resets, which is copied beside the pool.
+        access: `kvd.server.adoption.access_digest` of the daemon, for the manifest.
 
     Raises:
         ConfigError: pool_dir is no directory, is not writable, or is writable by every user.
@@ -73,12 +77,21 @@ class PersistentPool:
     """
 
     def __init__(
-        self, pool_dir: Path, runtime_dir: Path, *, persistent: bool, cold: bool = False
+        self,
+        pool_dir: Path,
+        runtime_dir: Path,
+        *,
+        persistent: bool,
+        cold: bool = False,
+        resets: ResetFile | None = None,
+        access: str = "",
     ) -> None:
         self._files = PoolFiles(pool_dir, runtime_dir)
         self._pool_dir, self._runtime_dir = pool_dir.absolute(), runtime_dir
         self.persistent = persistent and self._files.discoverable
         self._cold = cold
+        self._resets = resets
+        self._access = access
         self._previous = self._files.read_manifest()  # this daemon's own after `commit`
         self._reuses_pool = False
         self._all_new = False  # committed, and no bytes of the previous pool are left
@@ -87,6 +100,22 @@ class PersistentPool:
         self._trailer_map: mmap.mmap | None = None  # the mapped trailer of the pool's file
 
     # ---------------------------------------------------------------- start
+
+    def adopt(self, cpu_bytes: int | None) -> None:
+        """Take over the newest unused pool that matches, unless this daemon has files of its own.
+
+        Args:
+            cpu_bytes: the configured size; None for `auto`.
+        """
+        resets = self._resets
+        if resets is None or not self.persistent or self._cold or not self._files.is_empty():
+            return
+        adopt_newest(self._files, self._runtime_dir, resets, self._access, cpu_bytes)
+        self._previous = self._files.read_manifest()
+        if self._previous is not None:
+            resets.copy_to(self._files.resets)
+            manifest = msgspec.structs.replace(self._previous, runtime_dir=self._named_runtime_dir)
+            self._files.write_manifest(manifest)
 
     def reusable_cpu_bytes(self) -> int | None:
         """Return `cpu_bytes` of the previous pool if it can be reused, else None."""
@@ -113,10 +142,14 @@ class PersistentPool:
             PoolError: there is no memory or descriptor; the previous pool is unchanged.
             Refusal: a namespace's directory cannot be created now.
         """
+        if self._resets is not None:
+            self._resets.copy_to(self._files.resets)
         name, ledgers = self._load_previous(cpu_bytes)
         try:
             create_anew = self._previous is None
             pool = PoolMemory(self._files.pool, cpu_bytes, create_anew=create_anew, engine=engine)
+        except MemoryShortage as error:
+            raise PoolError(self.shortage_text(str(error))) from error
         except PoolError as error:
             raise PoolError(f"{error}{self.retained_text}") from error
         try:
@@ -151,6 +184,8 @@ class PersistentPool:
             inode=os.fstat(pool.fd).st_ino,
             kernel=kernel_boot(),
             epoch=epoch,
+            runtime_dir=self._named_runtime_dir,
+            access=self._access,
         )
         self._pending = manifest, pool
         if self._reuses_pool or pool.fresh:  # no previous pool is replaced
@@ -290,6 +325,16 @@ class PersistentPool:
         if self._all_new:
             self.persistent = False  # it would not fit next time either
 
+    def unused_text(self) -> str:
+        """Return the other pools in `pool_dir` that no process uses, and how to free them."""
+        pools = unused_pools(self._pool_dir, self._runtime_dir)
+        return unused_text(pools, self._pool_dir, self._runtime_dir)
+
+    def shortage_text(self, reason: str) -> str:
+        """Return an error text: memory does not suffice for `reason`; names what could be freed."""
+        text = self.unused_text()
+        return f"{reason}{f'; {text}' if text else ''}{self.retained_text}"
+
     @property
     def retained_text(self) -> str:
         """End of an error text: the previous pool that a failed start leaves; empty if none."""
@@ -384,6 +429,11 @@ class PersistentPool:
     def _reusable_manifest(self) -> Manifest | None:
         """The previous manifest, if this daemon may reuse its pool; else None."""
         return self._previous if self.persistent and not self._cold else None
+
+    @property
+    def _named_runtime_dir(self) -> str:
+        """The runtime directory for the manifest, which is UTF-8."""
+        return os.fsencode(self._runtime_dir).decode(errors="replace")
 
     def _unmap(self) -> None:
         if self._trailer is not None:

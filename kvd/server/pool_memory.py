@@ -27,11 +27,11 @@ from pathlib import Path
 
 from kvd.broker.effects import LogEvent, OpenPool
 from kvd.cache.recovery import TRAILER_HEAD_BYTES
-from kvd.errors import PoolError
+from kvd.errors import MemoryShortage, PoolError
 from kvd.machine import numa
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, allocated_bytes
 from kvd.machine.numa import GpuNode, Node
-from kvd.machine.process import is_out_of_files, open_files_remedy
+from kvd.machine.process import is_out_of_files, open_files_remedy, try_lock
 from kvd.pool.geometry import FillOrder
 from kvd.server.state_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
@@ -129,12 +129,13 @@ class PoolMemory:
             lanes = pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
             limits = PoolLimits.of(path.parent, allocated_bytes(path), lanes)
             if shortage := limits.shortage(nbytes):
-                raise PoolError(str(shortage))
+                raise MemoryShortage(str(shortage))
             gpus = numa.gpu_nodes(os.sched_getaffinity(0))
             self._ranges = pool_ranges(nbytes, filesystem, gpus, engine)
             self._size_before: int | None = self._open_file(create_anew=create_anew)
         except OSError as error:
-            raise PoolError(f"{path}: the pool cannot be created: {error.strerror}") from error
+            kind = MemoryShortage if error.errno in {errno.ENOSPC, errno.ENOMEM} else PoolError
+            raise kind(f"{path}: the pool cannot be created: {error.strerror}") from error
         # Lanes touch the allocated prefix. Which pages of a partly allocated file exist is unknown,
         # so lanes wait until all of it is allocated.
         self._partly_allocated = not self.fresh and not self.allocated
@@ -145,7 +146,8 @@ class PoolMemory:
     def _open_file(self, *, create_anew: bool) -> int:
         """Open and extend the file, and allocate the trailer's pages; return the previous size.
 
-        On an error the file is as before.
+        On an error an existing file is as before. A file that `create_anew` replaces is gone: no
+        daemon can use it, and the new one needs its memory.
 
         Raises:
             OSError: the file cannot be opened or extended.
@@ -154,13 +156,14 @@ class PoolMemory:
         if create_anew:
             remove_tree(self.path)
             flags |= os.O_EXCL
+        created = not self.path.exists()
         self.fd = os.open(self.path, flags, 0o600)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self.fd)
             status = os.fstat(self.fd)
             allocated, size = status.st_blocks * 512, status.st_size
             self.fresh = not allocated
-            if self.fresh:
+            if created:
                 undo.callback(self.path.unlink)
             else:
                 undo.callback(os.ftruncate, self.fd, size)
@@ -215,9 +218,7 @@ class PoolMemory:
         is also not used before a partly allocated file is complete.
         """
         if not self._had_exclusive_lock:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(self.fd):
                 return False
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             self._had_exclusive_lock = True

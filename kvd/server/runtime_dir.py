@@ -19,6 +19,8 @@ from kvd.errors import AlreadyRunning, ConfigError
 from kvd.machine.directories import check_runtime_dir, socket_files
 from kvd.machine.process import lock_directory
 
+RESETS_FILE = "kvd.resets"
+
 
 class RuntimeDir:
     """The paths in one runtime directory, and the lock on it."""
@@ -28,7 +30,7 @@ class RuntimeDir:
         self.broker_socket = self.path / "broker.sock"
         self.http_socket = self.path / "http.sock"
         self.pid_file = self.path / "kvd.lock"  # shows the pid; the lock is on the directory
-        self.resets = self.path / "kvd.resets"  # outlives the daemon, see kvd.server.state_files
+        self.resets = self.path / RESETS_FILE  # outlives the daemon, see kvd.server.reset_file
         self._lock_fd = -1
 
     def lock(self) -> None:

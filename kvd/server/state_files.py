@@ -1,4 +1,4 @@
-"""State files that a daemon leaves to the next one: the pool's directory, known pools, resets.
+"""State files that a daemon leaves to the next one: the pool's directory, known pools.
 
 The pool's directory (mode 0700) is named after the runtime directory's path, so a daemon finds
 exactly its predecessor's files::
@@ -7,6 +7,7 @@ exactly its predecessor's files::
     <pool_dir>/kvd-<digest>/manifest.json      identifies the pool
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
     <pool_dir>/kvd-<digest>/<namespace>.descriptions   their descriptions for routers
+    <pool_dir>/kvd-<digest>/resets             a copy of kvd.resets, see kvd.server.adoption
 
 On hugetlbfs, whose files cannot be written, only the pool lies in pool_dir; the rest lies in a
 directory of /dev/shm.
@@ -14,55 +15,46 @@ directory of /dev/shm.
 `kvd.pools` in the runtime directory lists the `pool_dir` of each daemon whose pool may still exist,
 one path a line, the latest first: a daemon with another `pool_dir` does not touch the earlier pool,
 whose memory stays in use. At its start a daemon logs the other pools with the command that frees
-them, and drops paths without a pool.
-
-`kvd.resets` in the runtime directory is the table of resets (`kvd.cache.recovery`). A tier may be
-down or hung during a reset, and the daemon may be killed before the tier has recorded it. So the
-daemon writes a reset to this file before it replies. The file does not depend on the pool: it
-survives another pool, ``--cold`` and `kvd purge`. On tmpfs a write never waits for a disk.
+them, and drops paths without a pool. It removes their copies of `kvd.resets`, since it does not
+write its own resets there: no other daemon adopts those pools.
 """
 
 import contextlib
 import logging
 import os
-import shlex
 import stat
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 
 from kvd.cache.recovery import (
     POOL_NAME_BYTES,
-    RESET_BYTES,
     TRAILER_HEAD_BYTES,
-    ResetTable,
     pack_head,
 )
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
-from kvd.machine.directories import (
-    MANIFEST,
-    check_directory,
-    check_pool_dir,
-    metadata_directory,
+from kvd.errors import AlreadyRunning, ConfigError, PoolError
+from kvd.machine import process
+from kvd.machine.directories import MANIFEST, check_directory, check_pool_dir
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, allocated_bytes
+from kvd.machine.pools import (
+    DESCRIPTIONS,
+    LEDGER,
+    MAX_MANIFEST_BYTES,
+    POOL,
+    RESETS,
+    PoolClaim,
+    pool_directories,
+    purge_command,
 )
-from kvd.machine.memory import (
-    TRAILER_BYTES,
-    Filesystem,
-    allocated_bytes,
-    pool_directory_name,
-)
-from kvd.machine.process import lock_directory
+from kvd.machine.process import is_named, try_lock
 from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-LEDGER = ".ledger"
-DESCRIPTIONS = ".descriptions"
 MANIFEST_VERSION = 3
-_MANIFEST_BYTES = 512  # fixed size, padded with spaces
-_MAX_MANIFEST_BYTES = 4096  # a longer file is rejected
+_MANIFEST_BYTES = 1024  # fixed size, padded with spaces
 _DAMAGED_SUFFIX = ".damaged-"
 
 
@@ -77,6 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         inode: of the pool's file. A copy of the file is rejected: it may be inconsistent.
         kernel: the machine's boot id. After another boot the filesystem may have lost writes.
         epoch: of the daemon that wrote this; each daemon takes a greater one. 32 bits.
+        runtime_dir: of that daemon; empty in manifests of older releases.
+        access: digest of what decides who may connect to it; see `kvd.server.adoption`.
     """
 
     version: int
@@ -86,6 +80,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inode: int
     kernel: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
+    runtime_dir: str = ""
+    access: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """Return the manifest in a file; None if the file is empty.
+
+        Raises:
+            OSError, msgspec.DecodeError: there is no such file, or it is no manifest.
+        """
+        with file.open("rb") as source:
+            content = source.read(MAX_MANIFEST_BYTES + 1)
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise msgspec.DecodeError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+        return msgspec.json.decode(content, type=cls) if content else None
 
     def file_bytes(self, filesystem: Filesystem) -> int:
         """Return the size of the pool's file."""
@@ -124,6 +133,7 @@ class PoolFiles:
         metadata_dir: directory of manifest, ledgers and descriptions; equals `directory` except on
             hugetlbfs.
         pool: path of the pool's file.
+        resets: path of the copy of the reset table.
         discoverable: the directories have the names under which the next daemon looks for them.
 
     Raises:
@@ -133,43 +143,35 @@ class PoolFiles:
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
         check_pool_dir(pool_dir)
         self.discoverable = True
-        own_dir = pool_dir / pool_directory_name(runtime_dir)
-        filesystem = Filesystem.of(pool_dir)
-        self._filesystem = filesystem
-        metadata_dir = metadata_directory(filesystem, runtime_dir)
+        own_dir, metadata_dir = pool_directories(pool_dir, runtime_dir)
+        self._filesystem = Filesystem.of(pool_dir)
         if metadata_dir.parent != pool_dir:
             check_directory("the directory of the pool's manifest", metadata_dir.parent)
         for area in {own_dir, metadata_dir}:
             for leftover in area.parent.glob(f"{area.name}-*"):
                 remove_tree(leftover)
-        try:
-            self.metadata_dir = self._private_directory(metadata_dir)
-            self.directory = (
-                self.metadata_dir if metadata_dir == own_dir else self._private_directory(own_dir)
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
-                " write, with --pool-dir"
-            ) from error
-        self._lock_fd = os.open(self.metadata_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            lock_directory(self._lock_fd)
-        except BlockingIOError:
-            os.close(self._lock_fd)
-            raise AlreadyRunning(f"another daemon uses the pool in {self.metadata_dir}") from None
-        self.pool = self.directory / "pool"
+        self._lock_fds: list[int] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._unlock)
+            try:
+                self.directory = self._lock(own_dir)
+                self.metadata_dir = (
+                    self.directory if metadata_dir == own_dir else self._lock(metadata_dir)
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user"
+                    " may write, with --pool-dir"
+                ) from error
+            undo.pop_all()
+        self.pool = self.directory / POOL
+        self.resets = self.metadata_dir / RESETS
         self._manifest = self.metadata_dir / MANIFEST
 
     def read_manifest(self) -> Manifest | None:
         """Return the previous manifest; None, and log why, if its pool cannot be reused."""
         try:
-            with self._manifest.open("rb") as file:
-                content = file.read(_MAX_MANIFEST_BYTES + 1)
-            if len(content) > _MAX_MANIFEST_BYTES:
-                self.set_aside(self._manifest, f"it has more than {_MAX_MANIFEST_BYTES} bytes")
-                return None
-            manifest = msgspec.json.decode(content, type=Manifest) if content else None
+            manifest = Manifest.read(self._manifest)
         except FileNotFoundError:
             manifest = None
         except (OSError, msgspec.DecodeError) as error:
@@ -236,19 +238,66 @@ class PoolFiles:
             remove_tree(directory)
 
     def close(self) -> None:
-        """Remove the directories if they are empty, and unlock them."""
+        """Remove the directories if they have no pool and no ledger, and unlock them."""
+        if not self.pool.exists():
+            remove_tree(self.resets)
         for directory in {self.directory, self.metadata_dir}:
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        os.close(self._lock_fd)
+        self._unlock()
+
+    def is_empty(self) -> bool:
+        """Return whether the directories have no files."""
+        directories = {self.directory, self.metadata_dir}
+        return not any(file for directory in directories for file in directory.iterdir())
+
+    def adopt(self, claim: PoolClaim) -> None:
+        """Replace the directories, which are empty, by those of another pool, with their locks.
+
+        Raises:
+            OSError: a directory cannot be moved.
+        """
+        pool = claim.pool
+        pool.directory.rename(self.directory)
+        self._unlock()
+        self._lock_fds = claim.take_directory_locks()
+        if pool.metadata_dir is not None and pool.metadata_dir != pool.directory:
+            pool.metadata_dir.rename(self.metadata_dir)
+
+    def _lock(self, path: Path) -> Path:
+        """Create and lock a directory; return its path, which may be another one.
+
+        It starts over if the directory was removed or moved before it was locked.
+        """
+        while True:
+            directory = self._private_directory(path)
+            try:
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            self._lock_fds.append(fd)
+            deadline = time.monotonic() + process.LOCK_SECONDS
+            while not try_lock(fd, process.LOCK_RETRY_SECONDS) and is_named(fd, directory):
+                if time.monotonic() >= deadline:
+                    raise AlreadyRunning(f"another daemon uses the pool in {directory}")
+            if is_named(fd, directory):
+                return directory
+            os.close(self._lock_fds.pop())
+
+    def _unlock(self) -> None:
+        while self._lock_fds:
+            os.close(self._lock_fds.pop())
 
     def _private_directory(self, path: Path) -> Path:
         """Create and return `path` as a private directory; another path if it is foreign."""
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            path.chmod(0o700)
+        try:
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                path.chmod(0o700)
+                return path
+        except FileNotFoundError:  # it was removed since
             return path
         import tempfile  # noqa: PLC0415  # rarely needed, and slow to import
 
@@ -290,13 +339,6 @@ POOLS_FILE = "kvd.pools"
 _MAX_POOLS_FILE_BYTES = 2**16
 
 
-def purge_command(runtime_dir: Path, pool_dir: Path) -> str:
-    """Return the shell command that frees the runtime directory's pool in `pool_dir`."""
-    return shlex.join(
-        ["kvd", "purge", "--runtime-dir", str(runtime_dir), "--pool-dir", str(pool_dir)]
-    )
-
-
 def last_pool_dir(runtime_dir: Path) -> Path | None:
     """Return the `pool_dir` of the latest daemon, which may still run; None if unknown."""
     return next(iter(_read(runtime_dir / POOLS_FILE)), None)
@@ -317,9 +359,11 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
     for earlier_dir in recorded:
         nbytes = 0
         with contextlib.suppress(OSError):  # another user's directory, or a lost mount
-            nbytes = allocated_bytes(earlier_dir / pool_directory_name(runtime_dir) / "pool")
+            directory, metadata_dir = pool_directories(earlier_dir, runtime_dir)
+            nbytes = allocated_bytes(directory / POOL)
         if nbytes and earlier_dir.resolve() != own_dir.resolve():
             others.append(earlier_dir)
+            remove_tree(metadata_dir / RESETS)
             log.warning(
                 "pool_dir is %s; the pool that an earlier daemon left in %s still takes %s of"
                 " memory; to free it: %s",
@@ -373,104 +417,4 @@ def _write(file: Path, pool_dirs: list[Path]) -> None:
             " that stays in this one",
             file,
             error.strerror,
-        )
-
-
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class ResetFile(ResetTable):
-    """The table of resets, stored in a file; the first reset creates the file.
-
-    A save overwrites the page by one write, which is atomic. A damaged or foreign file is replaced
-    by a table with a new base, so no earlier chunk is used. If the file cannot be written, the
-    reset is answered as failed, and the client retries it.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._failed = ""  # why the last write failed
-        try:
-            self.load(self._read())
-        except FileNotFoundError:
-            return
-        except (OSError, LedgerDamaged) as error:
-            self.draw_base()
-            log.error(  # noqa: TRY400  # the message names the reason
-                "%s is not valid (%s): earlier chunks, in memory and in tiers, are not used, since"
-                " a reset may have dropped some of them",
-                path,
-                error,
-            )
-            self._save()
-
-    def draw(self, namespace: str) -> str:
-        """Write the new salt to the file before returning; see `ResetTable.draw`."""
-        super().draw(namespace)
-        return self._save()
-
-    def _read(self) -> bytes:
-        fd = os.open(self._path, os.O_RDONLY | _FLAGS)
-        try:
-            if not is_own_file(os.fstat(fd)):
-                raise LedgerDamaged("it is not a file of this user")
-            return os.read(fd, RESET_BYTES + 1)
-        finally:
-            os.close(fd)
-
-    def _save(self) -> str:
-        """Write the page; return why that failed and the remedy, or an empty string."""
-        try:
-            if self._is_complete():  # overwriting needs no free space
-                self._write(self._path)
-            else:
-                self._replace()
-        except OSError as error:
-            return self._report_failure(f"{self._path} cannot be written: {error.strerror}")
-        if self._failed:
-            self._failed = ""
-            log.info("%s can be written again", self._path)
-        return ""
-
-    def _is_complete(self) -> bool:
-        """Whether the file exists, belongs to this user and has the full size."""
-        try:
-            status = self._path.lstat()
-        except FileNotFoundError:
-            return False
-        return is_own_file(status) and status.st_size == RESET_BYTES
-
-    def _replace(self) -> None:
-        """Replace the file by a rename, so that no partial file is ever read."""
-        draft = self._path.with_name(f"{self._path.name}.new")
-        remove_tree(draft)
-        self._write(draft, os.O_CREAT | os.O_EXCL)
-        if self._path.is_dir() and not self._path.is_symlink():
-            remove_tree(self._path)
-        draft.rename(self._path)
-
-    def _write(self, path: Path, flags: int = 0) -> None:
-        fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
-        try:
-            if os.pwrite(fd, self.pack(), 0) != RESET_BYTES:
-                raise OSError(0, "only a part was written")
-        finally:
-            os.close(fd)
-
-    def _report_failure(self, reason: str) -> str:
-        """Log the reason unless it was logged last time; return the text for the reply."""
-        if reason != self._failed:
-            self._failed = reason
-            log.error(
-                "%s; until then a reset is answered as failed and retried, since tiers might miss"
-                " it after the next start: free space there, or let this user write there",
-                reason,
-            )
-        return (
-            f"{reason}; the chunks are dropped, but a tier might miss the reset after the daemon's"
-            " next start: free space there, and retry"
         )

@@ -154,11 +154,11 @@ def _explain(path: Path, verb: str, access: int) -> str | None:
     group = _group_name(status.st_gid)
     reason = f"uid {uid} may not {verb} {path} (mode {mode:04o}, group {group})"
     if status.st_gid == 0 or not mode & (access << 3):
-        owner = _user_name(status.st_uid)
+        owner = user_name(status.st_uid)
         return f"{reason}: run this as {owner}{'' if owner == 'root' else ' or root'}"
     if _is_member(uid, status.st_gid):
-        return f"{reason}: {_user_name(uid)} is a member now; log in again, or run: newgrp {group}"
-    return f"{reason}: usermod -aG {group} {_user_name(uid)}, then log in again"
+        return f"{reason}: {user_name(uid)} is a member now; log in again, or run: newgrp {group}"
+    return f"{reason}: usermod -aG {group} {user_name(uid)}, then log in again"
 
 
 def _is_member(uid: int, gid: int) -> bool:
@@ -177,7 +177,8 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
-def _user_name(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return the user's name, or its number if it has no name here."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

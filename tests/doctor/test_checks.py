@@ -10,10 +10,11 @@ import pytest
 
 from kvd.config.settings import Settings
 from kvd.config.values import parse_tier
-from kvd.doctor import Finding, Level
+from kvd.doctor import Finding, Level, start
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, RuntimeFacts
 from kvd.doctor.probes import DiskFacts, Gpu, Gpus, StoreFacts, TierFacts
+from kvd.doctor.start import StartFacts
 from kvd.errors import ConfigError
 from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit, ResourceLimit
 
@@ -22,6 +23,7 @@ QUIET = {
     "settings",
     "process limits",
     "swap",
+    "unused pools",
     "other daemon",
     "tier",
 }  # say nothing where nothing is wrong
@@ -50,6 +52,7 @@ HEALTHY = {
     "resource_limit": None,
     "filesystem": SHM,
     "existing_bytes": 0,
+    "unused_pools": [],
     "kept_cpu_bytes": None,
     "pool_holder": None,
     "pool_problem": None,
@@ -276,3 +279,17 @@ def test_a_fact_that_cannot_be_had_is_a_finding(fact: str, monkeypatch: pytest.M
 def test_a_full_machine_may_be_fine(fine: dict[str, Any]) -> None:
     """What a daemon has taken or left is not missed, and without a size there is none to judge."""
     assert {finding.level for finding in examine(machine(**fine))} == {Level.OK}
+
+
+def test_a_pool_that_is_only_being_examined_has_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has the directory's lock for a moment; one that keeps it is a daemon."""
+    facts = StartFacts(Settings())
+    vars(facts).update(HEALTHY)
+    del vars(facts)["pool_holder"]
+    holders = iter([4242, 4242, None])
+    monkeypatch.setattr(start, "lock_holder", lambda _: next(holders))
+    assert facts.pool_holder is None
+    del vars(facts)["pool_holder"]
+    monkeypatch.setattr(start, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(start, "lock_holder", lambda _: 4242)
+    assert facts.pool_holder == 4242

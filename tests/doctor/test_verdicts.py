@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kvd.doctor.checks import CHECKS
 from kvd.doctor.facts import Facts
 from kvd.doctor.probes import Gpus
 from kvd.doctor.start import START_CHECKS
+from kvd.machine.memory import pool_directory_name
 from tests.daemon.serving import StartDaemon
 from tests.daemon.users import OTHER_UID, as_stranger, needs_root
 from tests.full import fill_up
@@ -136,8 +137,9 @@ def doctor_verdict(status: int, stdout: str) -> tuple[Verdict, Verdict]:
 
 
 def without_sizes(line: str) -> str:
-    """A line without the sizes of what is free, which change."""
-    return re.sub(r"[\d.]+ ?[KMGT]iB", "SIZE", line)
+    """A line without the sizes of what is free, and without others' unused pools: both change."""
+    line = re.sub(r"(; )?unused pools take .* of /dev/shm: .*--unused", "", line)
+    return re.sub(r"[\d.]+ ?[KMGT]iB|started [\d.]+ m?s ago", "SIZE", line)
 
 
 def assert_clear(line: str, value: str) -> None:
@@ -386,6 +388,15 @@ def without_proc(stage: Stage) -> None:
     stage.before = mount
 
 
+def unused_pool(stage: Stage) -> None:
+    """A stopped daemon of another runtime directory has left its pool."""
+    where = small_filesystem(stage, 4 * 2**20)
+    stage.options += ["--pool-dir", str(where)]
+    runtime_dir, stage.runtime_dir = stage.runtime_dir, stage.runtime_dir.with_name("other")
+    assert stage.serve().status is None
+    stage.runtime_dir = runtime_dir
+
+
 def options(*words: str, **environment: str) -> Callable[[Stage], None]:
     """Options or variables alone."""
 
@@ -440,6 +451,10 @@ SERVES: dict[str, tuple[Build, str]] = {
         kept_pool_of_another_size,
         "the kept pool has 2 MiB, cpu_bytes is 1 MiB: it is replaced once the new pool is",
     ),
+    "unused pools": (
+        unused_pool,
+        "to free them: kvd purge --runtime-dir",
+    ),
     "misspelt variable": (options(KVD_CPU_BYTE="1"), "did you mean KVD_CPU_BYTES?"),
     "nothing": (options(), ""),
 }
@@ -451,9 +466,11 @@ def stage(
     runtime_dir: Path,
     small_tmpfs: Callable[[Path, int], None],
     start_daemon: StartDaemon,
-) -> Stage:
-    """A machine that is not broken yet."""
-    return Stage(tmp_path, runtime_dir, small_tmpfs, start_daemon)
+) -> Iterator[Stage]:
+    """A machine that is not broken yet; pools of the daemons that it starts go with the test."""
+    yield Stage(tmp_path, runtime_dir, small_tmpfs, start_daemon)
+    for place in Path("/dev/shm").glob(f"{pool_directory_name(runtime_dir)}*"):
+        shutil.rmtree(place)
 
 
 @needs_root

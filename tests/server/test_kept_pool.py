@@ -17,8 +17,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
-from kvd.errors import PoolError, Refusal
-from kvd.machine import directories, memory
+from kvd.errors import MemoryShortage, PoolError, Refusal
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
 from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles
@@ -29,6 +28,7 @@ from kvd_proto.directory import SlotState
 from tests.cache.tables import PAGE, add, make_namespaces, store
 from tests.descriptors import open_files
 from tests.full import fill_up
+from tests.server.hugetlbfs import hugetlbfs_double
 
 SIZE = 256 * PAGE
 RUNTIME = Path("/run/kvd-test")
@@ -551,23 +551,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are whole pages, room is what is free of them, and notes go where files are written."""
-    huge, notes, mounts = tmp_path / "huge", tmp_path / "shm", tmp_path / "mounts"
-    huge.mkdir()
-    notes.mkdir()
-    real = os.statvfs
-
-    def statvfs(path: Path) -> os.statvfs_result:
-        fields = list(real(path))
-        if Path(path).is_relative_to(huge):
-            fields[:5] = [2**21, 2**21, 0, 0, 0]  # no size option: the mount knows nothing
-        return os.statvfs_result(fields)
-
-    mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    monkeypatch.setattr(memory, "_MOUNTS", mounts)
-    monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
-    monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(directories, "METADATA_DIR", notes)
+    huge, notes = hugetlbfs_double(tmp_path, monkeypatch)
     filesystem = Filesystem.of(huge)
     assert (filesystem.page_bytes, filesystem.free_bytes, filesystem.writable) == (
         2**21,
@@ -594,3 +578,23 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     keep.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())
+
+
+@pytest.mark.parametrize("existing", [None, 0, 3 * PAGE])
+def test_a_pool_whose_file_cannot_be_extended_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: int | None
+) -> None:
+    """None, an empty one, or one without memory: after ENOSPC it is there again, or not."""
+    path = tmp_path / "pool"
+    if existing is not None:
+        path.touch()
+        os.truncate(path, existing)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryShortage, match="cannot be created: No space left"):
+        PoolMemory(path, SIZE)
+    assert (path.stat().st_size if path.exists() else None) == existing
+    assert str(path) not in open_files().values()

@@ -17,8 +17,8 @@ from kvd.client_names import Peer
 from kvd.errors import AlreadyRunning, ConfigError
 from kvd.machine import process
 from kvd.server.persistent_pool import PersistentPool
+from kvd.server.reset_file import ResetFile
 from kvd.server.runtime_dir import AllowList, RuntimeDir
-from kvd.server.state_files import ResetFile
 from kvd.wire.clients import peer_of
 from tests.daemon.users import needs_root
 from tests.descriptors import open_files
