@@ -87,11 +87,13 @@ def test_only_a_stopped_process_is_called_so(tmp_path: Path) -> None:
     program = tmp_path / "a) T (b"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "600"]) as process:
-        assert "T (b" in Path(f"/proc/{process.pid}/comm").read_text()
-        assert stopped_text(process.pid) == ""
-        freeze(process.pid)
-        assert stopped_text(process.pid) == f"pid {process.pid} is stopped (state T)"
-        process.kill()
+        try:
+            assert "T (b" in Path(f"/proc/{process.pid}/comm").read_text()
+            assert stopped_text(process.pid) == ""
+            freeze(process.pid)
+            assert stopped_text(process.pid) == f"pid {process.pid} is stopped (state T)"
+        finally:
+            process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert stopped_text(process.pid) == ""
     assert stopped_text(process.pid) == ""
