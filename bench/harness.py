@@ -237,7 +237,7 @@ def wait_found(scheduler: Scheduler, keys: list[bytes]) -> None:
     while not {LookupResult.HIT}.issuperset(scheduler.lookup_many(keys)):
         if time.monotonic() > end:
             raise RuntimeError("what was stored is not found")
-        scheduler.status()
+        time.sleep(1e-3)
 
 
 def layout(tensors: int, page: int, num_blocks: int, blocks_per_chunk: int = 1) -> RankLayout:
