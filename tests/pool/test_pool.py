@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd.errors import Refusal
-from kvd.pool.geometry import MAX_EXTENTS, MAX_PIECE_BYTES, UNIT_BYTES, Extents, FillOrder, Geometry
+from kvd.pool.geometry import (
+    MAX_EXTENTS,
+    MAX_PIECE_BYTES,
+    UNIT_BYTES,
+    Extents,
+    FillOrder,
+    Geometry,
+    PoolSpace,
+)
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
 from tests.cache.tables import MIB, PAGE, add, begin, make_namespaces, names, pin
@@ -64,6 +72,27 @@ def test_two_namespaces_settle_at_their_fair_shares() -> None:
     store(old, 90_000, 400)
     after = old.table.counts.yielded, new.table.counts.yielded
     assert yielded == after  # settled: each evicts its own from now on
+
+
+def test_many_columns_are_taken_in_few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer gets hundreds of slots without a search of all columns for each of them."""
+    namespaces = make_namespaces(12 * MIB)
+    old = add(namespaces, 1, 32768)
+    assert store(old, 0, 384) == 384
+    new = add(namespaces, 2, 16384)
+    searches: list[PoolSpace] = []
+
+    def count(space: PoolSpace) -> list[int]:
+        searches.append(space)
+        return last_uses(space)
+
+    last_uses = PoolSpace.last_uses
+    monkeypatch.setattr(PoolSpace, "last_uses", count)
+    slots, _ = new.table.lending.lend(1, 150, 1, 1.0)
+    assert len(slots) == 150
+    assert len(new.table.space.claimed) >= 75
+    assert len(searches) <= 4
+    namespaces.check_integrity()
 
 
 @given(
