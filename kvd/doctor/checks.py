@@ -141,11 +141,11 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
         f"pool_dir = {filesystem.directory}: {filesystem.kind} at {filesystem.mounted_at},"
         f" {format_size(filesystem.free_bytes)} of {format_size(filesystem.total_bytes)} free"
     )
-    kept = facts.kept_cpu_bytes if facts.daemon is None else None
-    if kept is not None and configured not in {None, kept}:
+    kept_bytes = facts.kept_cpu_bytes if facts.daemon is None else None
+    if kept_bytes is not None and configured not in {None, kept_bytes}:
         yield warn(
-            f"{text}; {replaced_pool_text(kept, configured or 0)}",
-            f"cpu_bytes = {kept} keeps it",
+            f"{text}; {replaced_pool_text(kept_bytes, configured or 0)}",
+            f"cpu_bytes = {kept_bytes} keeps it",
         )
     else:
         yield ok(text)
