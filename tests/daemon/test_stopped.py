@@ -88,7 +88,8 @@ def test_only_a_stopped_process_is_called_so(tmp_path: Path) -> None:
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "600"]) as process:
         try:
-            assert "T (b" in Path(f"/proc/{process.pid}/comm").read_text()
+            name = Path(f"/proc/{process.pid}/comm")
+            eventually(name.read_text, lambda text: "T (b" in text)
             assert stopped_text(process.pid) == ""
             freeze(process.pid)
             assert stopped_text(process.pid) == f"pid {process.pid} is stopped (state T)"
